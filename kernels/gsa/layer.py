@@ -1,0 +1,300 @@
+"""The gated slot attention layer: a start that keeps the teacher ("ring"), and the published one ("paper").
+
+ring    The teacher's q, k, v, rotary positions and scale; a read with mass. Each token overwrites one slot, all
+        others stay exactly as they are, so the layer begins as the teacher inside a window, for M slots
+
+            token t < sinks     slot t, which nothing overwrites
+            any other           slot sinks + (t - sinks) mod ring         ring = num_slots - sinks - memory_slots
+            an important one    also slot sinks + ring + c mod memory_slots   c = important tokens before it
+
+        A token is important to a key/value head when w x + b >= 0 (`importance`, fitted in closed form by `fit`).
+        The choice is hard; its gradient passes as if the share written were sigmoid(w x + b).
+paper   SiLU on q, k, v; no rotary positions; scale 1; log_gate = logsigmoid(f_proj x) / 8; SiLU and RMSNorm on
+        the output (arXiv:2409.07146, as in its public layer).
+"""
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from unsoftmax.kernels.gsa.chunked import gsa
+from unsoftmax.kernels.gsa.reference import GSAState
+from unsoftmax.kernels.mixer import AttentionShape, Mixer, MixerOptions, Rotary, token_index
+
+DAMPING = 8.0  # the paper's tau
+NORM_EPS = 1e-5
+RIDGE = 1e-3  # of the mean variance of x
+FAR_QUERIES = 32  # a token's importance is a mean over at least as many later queries, if rows allow
+QUERY_BLOCK = 256  # rows of attention held at once while fitting
+
+
+@dataclass(frozen=True)
+class GSAOptions(MixerOptions):
+    num_slots: int = 64
+    """Slots of each key/value head."""
+    start: str = "ring"
+    """"ring" keeps the teacher inside a window; "paper" is the published layer."""
+    sinks: int = 4
+    """First tokens of a document that stay for good (ring start)."""
+    memory_slots: int = 0
+    """Slots, of num_slots, that only important tokens enter (ring start)."""
+    memory_rate: float = 0.125
+    """Share of calibration tokens that are important."""
+    floor: float = -9.0
+    """log_gate at an overwrite: e^floor of the old content stays. -9 leaves 1e-4; -5 (7e-3) costs nothing measurable."""
+
+    def __post_init__(self) -> None:
+        if self.num_slots < 1:
+            raise ValueError(f"mixer.num_slots is {self.num_slots}; it must be at least 1, such as 64")
+        if self.start not in ("ring", "paper"):
+            raise ValueError(f"mixer.start is {self.start!r}; it must be 'ring' or 'paper'")
+        if self.start == "paper" and self.memory_slots:
+            raise ValueError(
+                f"mixer.memory_slots is {self.memory_slots}, but mixer.start 'paper' has no memory; use 0, or start 'ring'"
+            )
+        for key in ("sinks", "memory_slots"):
+            if getattr(self, key) < 0:
+                raise ValueError(f"mixer.{key} is {getattr(self, key)}; it must be 0 or more")
+        if self.start == "ring" and self.ring < 1:
+            raise ValueError(
+                f"mixer.num_slots is {self.num_slots}, which leaves no ring beside mixer.sinks {self.sinks} and "
+                f"mixer.memory_slots {self.memory_slots}; at least {self.sinks + self.memory_slots + 1} would"
+            )
+        if not 0 < self.memory_rate < 1:
+            raise ValueError(
+                f"mixer.memory_rate is {self.memory_rate}; it must lie between 0 and 1, such as 0.125"
+            )
+        if not -50 <= self.floor < 0:
+            raise ValueError(f"mixer.floor is {self.floor}; it must lie in [-50, 0), such as -9.0")
+
+    @property
+    def ring(self) -> int:
+        """Slots that hold the latest tokens."""
+        return self.num_slots - self.sinks - self.memory_slots
+
+
+class GSALayerState(NamedTuple):
+    """Slots (as GSAState), real tokens seen [B] and important tokens seen [B, H], both int64."""
+
+    k: torch.Tensor
+    v: torch.Tensor
+    log_kept: torch.Tensor
+    seen: torch.Tensor
+    important: torch.Tensor
+
+
+class GatedSlotAttention(Mixer):
+    """See the module docstring; `options` is a GSAOptions."""
+
+    Options = GSAOptions
+    options: GSAOptions
+
+    def __init__(self, shape: AttentionShape, options: GSAOptions) -> None:
+        super().__init__(shape, options)
+        H = shape.num_kv_heads
+        if options.start == "paper":
+            self.f_proj = nn.Linear(shape.hidden_size, H * options.num_slots, bias=False)
+            self.g_norm = nn.RMSNorm(shape.num_heads * shape.head_dim, eps=NORM_EPS)
+        elif options.memory_slots:
+            self.importance = nn.Linear(shape.hidden_size, H)
+        self.reset_new_parameters()
+
+    @torch.no_grad()
+    def reset_new_parameters(self) -> None:
+        """f_proj normal, 0.02; g_norm ones; importance such that x of unit RMS is important at memory_rate."""
+        if self.options.start == "paper":
+            nn.init.normal_(self.f_proj.weight, std=0.02)
+            nn.init.ones_(self.g_norm.weight)
+        elif self.options.memory_slots:
+            nn.init.normal_(self.importance.weight, std=self.shape.hidden_size**-0.5)
+            nn.init.constant_(self.importance.bias, -NormalDist().inv_cdf(1 - self.options.memory_rate))
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        rotary: Rotary,
+        mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        state: GSALayerState | None = None,
+        keep_state: bool = False,
+    ) -> tuple[torch.Tensor, GSALayerState | None]:
+        """See Mixer.forward. With cu_seqlens the state's dimension 0 is the documents."""
+        if cu_seqlens is not None and (mask is not None or state is not None):
+            raise ValueError("cu_seqlens excludes mask and state; pass packed documents alone")
+        paper = self.options.start == "paper"
+        q, k, v = self.project(x, None if paper else rotary)
+        important = None
+        if paper:
+            q, k, v = F.silu(q), F.silu(k), F.silu(v)
+            log_gate = self._soft_gates(x, mask)
+        else:
+            seen = None if state is None else state.seen
+            index = token_index(mask, cu_seqlens, seen, x.shape[:2], x.device)
+            real = torch.ones_like(index, dtype=torch.bool) if mask is None else mask.bool()
+            log_gate, important = self._ring_gates(x, index, real, state, packed=cu_seqlens is not None)
+        slots = None if state is None else GSAState(*state[:3])
+        o, slots = gsa(
+            q,
+            k,
+            v,
+            log_gate,
+            scale=1.0 if paper else self.scale,
+            mass=not paper,
+            state=slots,
+            cu_seqlens=cu_seqlens,
+        )
+        o = o.flatten(2)
+        if paper:
+            o = self.g_norm(F.silu(o))
+        y = self.o_proj(o)
+        if not keep_state:
+            return y, None
+        return y, GSALayerState(*slots, *self._counters(x, mask, cu_seqlens, state, important))
+
+    def _soft_gates(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
+        """[B, T, H, M]; the sigmoid in float32, where half-lives over 300 tokens still exist."""
+        logit = self.f_proj(x).unflatten(-1, (self.shape.num_kv_heads, self.options.num_slots))
+        gate = F.logsigmoid(logit.to(_wide(x))) / DAMPING
+        return gate if mask is None else gate.masked_fill(~mask.bool()[:, :, None, None], 0.0)
+
+    def _ring_gates(
+        self,
+        x: torch.Tensor,
+        index: torch.Tensor,
+        real: torch.Tensor,
+        state: GSALayerState | None,
+        packed: bool,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """log_gate [B, T, H, M] of tokens at `index` [B or 1, T] of their documents, and who is important [B, T, H]."""
+        opt, (B, T, _), H = self.options, x.shape, self.shape.num_kv_heads
+        slot = torch.where(index < opt.sinks, index, opt.sinks + (index - opt.sinks) % opt.ring).clamp_min(0)
+        value = torch.where(real, opt.floor, 0.0).to(_wide(x))
+        gate = value.new_zeros(*index.shape, opt.num_slots).scatter(
+            -1, slot.unsqueeze(-1), value.unsqueeze(-1)
+        )
+        gate = gate.unsqueeze(2).expand(B, T, H, -1)
+        if not opt.memory_slots:
+            return gate, None
+        score = self._score(x)
+        may = (real & (index >= opt.sinks)).unsqueeze(-1)
+        chosen = (score >= 0) & may
+        before = chosen.cumsum(1) - chosen.long()
+        if packed:
+            before = (
+                before - before[:, (torch.arange(T, device=x.device) - index)[0]]
+            )  # of its document's start
+        if state is not None:
+            before = before + state.important.unsqueeze(1)
+        slot = opt.sinks + opt.ring + before % opt.memory_slots
+        value = _straight_through(score, chosen, opt.floor).masked_fill(~may, 0.0)
+        return gate.scatter_add(-1, slot.unsqueeze(-1), value.unsqueeze(-1)), chosen
+
+    def _score(self, x: torch.Tensor) -> torch.Tensor:
+        """[B, T, H]; in float32, so that a choice does not hang on the rounding of a matmul."""
+        with torch.autocast(x.device.type, enabled=False):
+            weight, bias = self.importance.weight, self.importance.bias
+            return F.linear(x.to(_wide(x)), weight.to(_wide(x)), bias.to(_wide(x)))
+
+    def _counters(self, x, mask, cu_seqlens, state, important) -> tuple[torch.Tensor, torch.Tensor]:
+        B, T, _ = x.shape
+        H = self.shape.num_kv_heads
+        if important is None:
+            important = torch.zeros(B, T, H, dtype=torch.bool, device=x.device)
+        if cu_seqlens is not None:
+            total = F.pad(important[0].cumsum(0), (0, 0, 1, 0))
+            return cu_seqlens.diff().long(), total[cu_seqlens[1:]] - total[cu_seqlens[:-1]]
+        seen = torch.full((B,), T, device=x.device) if mask is None else mask.sum(1)
+        count = important.sum(1)
+        return (seen, count) if state is None else (state.seen + seen, state.important + count)
+
+    @torch.no_grad()
+    def fit(self, batches: Iterable[tuple[torch.Tensor, Rotary]]) -> dict[str, float]:
+        """Fit importance: ridge regression, on x, of the log attention a token gets from `ring` tokens later or more.
+
+        The bias is then set so that memory_rate of the calibration tokens are important. Float64; deterministic.
+        Returns tokens, the share of variance explained and the share important, means over heads; {} without memory.
+        """
+        if not self.options.memory_slots:
+            return {}
+        sums = _Moments()
+        for x, rotary in batches:
+            target, usable = self._far_attention(x, rotary)
+            sums.add(x[:, usable].flatten(0, 1).double(), target[:, usable].flatten(0, 1).double())
+        weight, explained = sums.ridge()
+        self.importance.weight.copy_(weight.T)
+        self.importance.bias.zero_()
+        scores = torch.cat([self._score(x)[:, self.options.sinks :].flatten(0, 1) for x, _ in batches])
+        count = max(1, round(self.options.memory_rate * len(scores)))
+        top = scores.sort(0, descending=True).values
+        self.importance.bias.copy_(-(top[count - 1] + top[min(count, len(scores) - 1)]) / 2)
+        rate = (scores + self.importance.bias >= 0).double().mean().item()
+        return {"tokens": float(len(scores)), "explained": explained, "important": rate}
+
+    def _far_attention(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
+        """log mean attention [B, T, H] each token gets from `ring` later on, and which tokens have enough later [T]."""
+        opt, (B, T, _) = self.options, x.shape
+        q, k, _ = (t.to(_wide(x)) for t in self.project(x, rotary))
+        q = q.unflatten(2, (self.shape.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, H, G, T, D]
+        k = k.permute(0, 2, 3, 1).unsqueeze(2)  # [B, H, 1, D, T]
+        j, received = torch.arange(T, device=x.device), 0.0
+        for i in j.split(QUERY_BLOCK):
+            logit = (q[..., i, :] @ k) * self.scale
+            p = logit.masked_fill(i[:, None] < j, -torch.inf).softmax(-1)
+            received = received + (p.sum(2) * (i[:, None] - j >= opt.ring)).sum(-2)
+        later = (T - opt.ring - j).clamp_min(0)
+        usable = (later >= max(1, min(FAR_QUERIES, (T - opt.ring) // 4))) & (j >= opt.sinks)
+        if not usable.any():
+            raise ValueError(
+                f"calibration rows have {T} tokens, too few to see past mixer.sinks {opt.sinks} and a ring of {opt.ring}; "
+                f"use rows of {2 * (opt.ring + opt.sinks) + FAR_QUERIES} or more"
+            )
+        return (received / later.clamp_min(1) + 1e-6).log().transpose(1, 2), usable
+
+
+class _Moments:
+    """Running sums of x and y [tokens, ·] for a ridge regression with a free intercept."""
+
+    def __init__(self) -> None:
+        self.n, self.xx, self.xy, self.yy, self.x, self.y = 0, 0.0, 0.0, 0.0, 0.0, 0.0
+
+    def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        self.n += len(x)
+        self.xx, self.xy, self.yy = self.xx + x.T @ x, self.xy + x.T @ y, self.yy + (y * y).sum(0)
+        self.x, self.y = self.x + x.sum(0), self.y + y.sum(0)
+
+    def ridge(self) -> tuple[torch.Tensor, float]:
+        """Weights [hidden, H] and the mean share of variance explained."""
+        if not self.n:
+            raise ValueError("no calibration text: calibration.tokens must leave at least one row")
+        x, y = self.x / self.n, self.y / self.n
+        xx = self.xx / self.n - torch.outer(x, x)
+        xy = self.xy / self.n - torch.outer(x, y)
+        spread = xx.diagonal().mean().clamp_min(1e-12)
+        weight = torch.linalg.solve(
+            xx + RIDGE * spread * torch.eye(len(xx), dtype=xx.dtype, device=xx.device), xy
+        )
+        left = self.yy / self.n - y * y
+        explained = (2 * (weight * xy).sum(0) - (weight * (xx @ weight)).sum(0)) / left.clamp_min(1e-12)
+        return weight, explained.mean().item()
+
+
+def _straight_through(score: torch.Tensor, chosen: torch.Tensor, floor: float) -> torch.Tensor:
+    """log_gate: floor where chosen, else 0. Its gradient is that of log(1 - (1 - e^floor) sigmoid) at share 1 or 0.
+
+    So the share written, 1 - exp(log_gate), moves with slope 1 - e^floor from either side; floor * w would
+    tell chosen tokens nothing, since their gate is saturated.
+    """
+    slope = torch.where(chosen, math.expm1(-floor), -math.expm1(floor)).to(score)
+    soft = score.sigmoid()
+    return torch.where(chosen, floor, 0.0).to(score) - slope * (soft - soft.detach())
+
+
+def _wide(x: torch.Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)

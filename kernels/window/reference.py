@@ -1,0 +1,32 @@
+"""Softmax attention over the last tokens and the first ones, the definition: quadratic in T.
+
+Token i sees token j <= i of its document when i - j < window or j < sinks.
+"""
+
+import torch
+
+
+def window_reference(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    *,
+    window: int,
+    sinks: int,
+    scale: float | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """o [B, T, HQ, E] of q [B, T, HQ, D], k [B, T, H, D], v [B, T, H, E]; float32 sums, float64 if q is."""
+    (B, T, HQ, D), H = q.shape, k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    t = torch.arange(T, device=q.device)
+    start = torch.zeros_like(t)
+    if cu_seqlens is not None:
+        start = cu_seqlens[torch.searchsorted(cu_seqlens[1:].contiguous(), t, right=True)]
+    i, j = t[:, None], t[None]
+    sees = (j <= i) & (start[:, None] == start[None]) & ((i - j < window) | (j - start[None] < sinks))
+    rows = q.to(wide).unflatten(2, (H, HQ // H)).permute(0, 2, 3, 1, 4)  # [B, H, G, T, D]
+    keys, values = (x.to(wide).transpose(1, 2).unsqueeze(2) for x in (k, v))
+    logit = rows @ keys.transpose(-1, -2) * (D**-0.5 if scale is None else scale)
+    p = logit.masked_fill(~sees, -torch.inf).softmax(-1)
+    return (p @ values).permute(0, 3, 1, 2, 4).flatten(2, 3).to(v.dtype)
