@@ -87,12 +87,21 @@ class Data:
     """Text that is only ever scored. null: a fixed tenth of the sources' documents is set aside for it."""
 
     context_tokens: int = 2048
-    """Tokens in one row. Documents are packed into rows and never see each other."""
+    """Tokens in one row. A row is filled with documents; a long one goes on in the next row."""
+
+    pack: Literal["documents", "stream"] = "documents"
+    """documents: those in one row never see each other. stream: a row is plain text with end-of-text tokens."""
+
+    shuffle_documents: int = 1024
+    """Documents held back to draw the next one from; 1 keeps the sources' order."""
 
     def __post_init__(self) -> None:
         _need(len(self.sources) > 0, "data.sources", "empty", "a list of at least one {text: ...}")
         _need(
             self.context_tokens >= 2, "data.context_tokens", self.context_tokens, "at least 2, such as 2048"
+        )
+        _need(
+            self.shuffle_documents >= 1, "data.shuffle_documents", self.shuffle_documents, "at least 1"
         )
 
 

@@ -1,0 +1,282 @@
+"""DeepSpeed, and nothing else of ours: the one file that imports it.
+
+bf16 runs keep float32 parameters under torch autocast, so that masters, moments and the mixers' new scalars
+really are float32 (a bf16 engine would round every parameter); gradients are summed in float32 too, which costs
+bandwidth and keeps ZeRO 0 to 3 equal to plain AdamW. A step whose gradient is not finite is never applied.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import random
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import deepspeed
+import numpy as np
+import torch
+from deepspeed.utils import logger as deepspeed_logger
+from torch import distributed as dist
+from torch import nn
+
+from unsoftmax.kernels.mixer import Mixer
+from unsoftmax.recipes.schema import Recipe, accumulation
+from unsoftmax.train.objective import NextToken
+from unsoftmax.train.packing import Batch
+
+PREFIX = "model."  # what NextToken puts before the model's own parameter names
+
+
+class Place(NamedTuple):
+    """Where this process stands among all of them."""
+
+    rank: int
+    world: int
+    device: torch.device
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+
+class StepResult(NamedTuple):
+    """One optimizer step, the same on every rank.
+
+    loss: mean over the labels of the global batch. grad_norm: before clipping. applied: False if the step was
+    skipped. bad: names of parameters whose gradient was not finite.
+    """
+
+    loss: float
+    grad_norm: float
+    applied: bool
+    bad: list[str]
+
+
+def start(seed: int) -> Place:
+    """Join the other processes, or be the only one if no launcher said otherwise; seed every generator."""
+    for name, value in (
+        ("RANK", "0"),
+        ("LOCAL_RANK", "0"),
+        ("WORLD_SIZE", "1"),
+        ("MASTER_ADDR", "127.0.0.1"),
+    ):
+        os.environ.setdefault(name, value)
+    if "MASTER_PORT" not in os.environ:
+        os.environ["MASTER_PORT"] = str(_free_port())
+    deepspeed_logger.setLevel("WARNING")
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        torch.cuda.set_device(device)
+    elif hasattr(deepspeed.ops, "__compatible_ops__"):
+        # gloo does without this op, whose compilation takes a minute and a C++ compiler
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    return Place(dist.get_rank(), dist.get_world_size(), device)
+
+
+def _free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        return s.getsockname()[1]
+
+
+def stop() -> None:
+    """Leave the other processes."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def barrier() -> None:
+    dist.barrier()
+
+
+def gather(value: Any) -> list[Any]:
+    """`value` of every rank, on every rank."""
+    values = [None] * dist.get_world_size()
+    dist.all_gather_object(values, value)
+    return values
+
+
+def deepspeed_config(recipe: Recipe, world: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration of a recipe on `world` processes. ValueError if the batch does not divide."""
+    t = recipe.train
+    return {
+        "train_micro_batch_size_per_gpu": t.micro_batch_sequences,
+        "gradient_accumulation_steps": accumulation(recipe, world),
+        "gradient_clipping": t.grad_clip,
+        "zero_optimization": {
+            "stage": t.zero_stage,
+            "overlap_comm": False,  # has raced with multi-rank buckets (DeepSpeed #4298, #5347)
+        },
+        "torch_autocast": {
+            "enabled": t.dtype == "bf16",
+            "dtype": "bfloat16",
+            "lower_precision_safe_modules": [],  # reduce every gradient in float32
+        },
+        "optimizer": {
+            "type": "AdamW",
+            "params": {
+                "lr": t.peak_lr,
+                "betas": [t.beta1, t.beta2],
+                "weight_decay": t.weight_decay,
+                "torch_adam": True,  # the others are compiled on first use
+            },
+        },
+        "zero_allow_untested_optimizer": True,
+        "steps_per_print": 10**12,
+    }
+
+
+def _shape(p: nn.Parameter) -> torch.Size:
+    return getattr(p, "ds_shape", p.shape)  # ZeRO-3 leaves an empty parameter and its shape
+
+
+def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+    """AdamW's groups: the source's and the new parameters, each as matrices and, without decay, the rest.
+
+    Each group's `lr_scale` multiplies the scheduled rate.
+    """
+    new = {id(p) for m in model.modules() if isinstance(m, Mixer) for p in m.new_parameters().values()}
+    groups = []
+    for is_new in (False, True):
+        for is_matrix in (True, False):
+            params = [
+                p
+                for p in model.parameters()
+                if p.requires_grad and (id(p) in new) == is_new and (len(_shape(p)) >= 2) == is_matrix
+            ]
+            scale, decay = (recipe.train.new_lr_scale if is_new else 1.0), recipe.train.weight_decay
+            if params:
+                groups.append(
+                    {"params": params, "weight_decay": decay if is_matrix else 0.0, "lr_scale": scale}
+                )
+    return groups
+
+
+class Engine:
+    """A model in training: pass, step, save, load.
+
+    load_model: called once the engine is ready for it (under ZeRO-3 parameters are sharded while they load);
+    returns a transformers causal LM with float32 parameters.
+    """
+
+    def __init__(self, recipe: Recipe, place: Place, load_model: Callable[[], nn.Module]) -> None:
+        self.recipe, self.place = recipe, place
+        config = deepspeed_config(recipe, place.world)
+        self._sharded_loading = None
+        if recipe.train.zero_stage == 3:
+            from transformers.integrations import HfDeepSpeedConfig
+
+            self._sharded_loading = HfDeepSpeedConfig(config)  # holds only as long as this reference does
+        model = load_model()
+        if recipe.train.activation_checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+        objective = NextToken(model).to(place.device).train()
+        self._names = [n.removeprefix(PREFIX) for n, _ in objective.named_parameters()]
+        self._seen = torch.zeros(len(self._names), device=place.device)
+        for i, p in enumerate(objective.parameters()):
+            p.register_hook(self._watch(i))
+        groups = parameter_groups(objective, recipe)
+        self._scales = [g["lr_scale"] for g in groups]
+        self._engine, *_ = deepspeed.initialize(
+            model=objective, model_parameters=groups, config=config, dist_init_required=False
+        )
+
+    @property
+    def model(self) -> nn.Module:
+        """The language model itself, for scoring."""
+        return self._engine.module.model
+
+    def _watch(self, i: int) -> Callable[[torch.Tensor], None]:
+        """A hook that keeps whether gradient i was ever not finite, without waiting for the device."""
+
+        def hook(grad: torch.Tensor) -> None:
+            self._seen[i] += torch.linalg.vector_norm(grad.detach().float(), float("inf"))
+
+        return hook
+
+    def step(self, batch: Batch, lr: float) -> StepResult:
+        """Forward and backward over this rank's passes, then one step of AdamW at rate `lr` over all ranks."""
+        for group, scale in zip(self._engine.optimizer.param_groups, self._scales, strict=True):
+            group["lr"] = lr * scale
+        self._seen.zero_()
+        # the engine takes the mean over ranks of what each sums; ours is a sum over ranks per label
+        per_label = self.place.world / max(1, batch.targets)
+        total = torch.zeros((), device=self.place.device)
+        for number, (input_ids, labels, cu_seqlens) in enumerate(batch.passes):
+            inputs = [t if t is None else t.to(self.place.device) for t in (input_ids, labels, cu_seqlens)]
+            loss = self._engine(*inputs)
+            total += loss.detach().float()
+            self._engine.backward(loss * per_label, scale_wrt_gas=False)
+            if number + 1 < len(batch.passes):
+                self._engine.step()
+        return self._finish(total / max(1, batch.targets))
+
+    def _finish(self, loss: torch.Tensor) -> StepResult:
+        report = torch.cat([loss.view(1), (~self._seen.isfinite()).float()])
+        dist.all_reduce(report)
+        values = report.tolist()
+        bad = [name for name, count in zip(self._names, values[1:], strict=True) if count]
+        norm = self._plain_norm() if self.recipe.train.zero_stage == 0 else None
+        applied = not bad and (norm is None or np.isfinite(norm))
+        if not applied and self.recipe.train.zero_stage == 0:
+            self._engine.zero_grad()  # AdamW passes over parameters that have no gradient
+        self._engine.step()
+        if norm is None:
+            norm = float(self._engine.get_global_grad_norm())
+            applied = applied and np.isfinite(norm)
+            if not applied and self._engine.was_step_applied():
+                raise RuntimeError(
+                    f"DeepSpeed {deepspeed.__version__} applied a gradient that is not finite: {bad}"
+                )
+        return StepResult(values[0], norm, bool(applied), bad)
+
+    def _plain_norm(self) -> float:
+        grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
+        return float(torch.nn.utils.get_total_norm(grads))
+
+    def bad_weights(self) -> list[str]:
+        """Names of parameters with an entry that is not finite (of this rank's shard under ZeRO-3)."""
+        parameters = zip(self._names, self._engine.module.parameters(), strict=True)
+        return [n for n, p in parameters if not getattr(p, "ds_tensor", p.data).isfinite().all()]
+
+    @contextlib.contextmanager
+    def scoring(self) -> Iterator[nn.Module]:
+        """The model for a forward pass without gradient. Under ZeRO-3 every rank must make the same passes."""
+        module = self._engine.module
+        module.eval()
+        try:
+            with torch.no_grad():
+                yield module.model
+        finally:
+            module.train()
+
+    def save(self, folder: Path) -> None:
+        """Write parameters and optimizer state; every rank calls it. No data position, no generators."""
+        self._engine.save_checkpoint(str(folder.parent), tag=folder.name, save_latest=False)
+
+    def load(self, folder: Path) -> None:
+        """Continue from what `save` wrote on as many ranks; every rank calls it."""
+        loaded, _ = self._engine.load_checkpoint(str(folder.parent), tag=folder.name)
+        if loaded is None:
+            raise ValueError(f"{folder} holds no checkpoint that DeepSpeed can load")
+
+
+def saved_weights(folder: Path, zero_stage: int) -> dict[str, torch.Tensor]:
+    """Full float32 weights of a folder that `Engine.save` wrote, by the model's own names; needs no launcher."""
+    if zero_stage == 0:
+        state = torch.load(folder / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)[
+            "module"
+        ]
+    else:
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+
+        state = get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name)
+    return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}

@@ -1,0 +1,84 @@
+"""A run's Hugging Face folder: the start's files with the trained weights in place of its own.
+
+Configuration, tokenizer and remote code are copied from the checkpoint the run began with; each tensor keeps the
+name and the dtype it has there, so that the two folders differ in numbers alone.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from huggingface_hub import save_torch_state_dict
+from safetensors import safe_open
+
+from unsoftmax.convert import provenance
+from unsoftmax.train import checkpoint
+from unsoftmax.train.engine import saved_weights
+
+WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf")
+
+
+def export(run: Path, out: Path, *, say: Callable[[str], None] = print) -> Path:
+    """Write the newest whole checkpoint of `run` as a Hugging Face folder `out`, whole or not at all.
+
+    Raises:
+        ValueError: `out` exists, `run` has no whole checkpoint, or its start folder is gone or other.
+    """
+    if out.exists():
+        raise ValueError(f"{out} exists; name a folder that does not")
+    folder = checkpoint.newest_whole(run, None, say)
+    if folder is None:
+        raise ValueError(
+            f"{run} has no whole checkpoint to export; train it first: unsoftmax-train RECIPE --run {run}"
+        )
+    manifest = checkpoint.read_manifest(folder)
+    start = start_folder(run)
+    part = out.with_name(f".{out.name}.part")
+    shutil.rmtree(part, ignore_errors=True)
+    out.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        shutil.copytree(start, part, ignore=lambda _, names: [n for n in names if n.endswith(WEIGHTS)])
+        weights = saved_weights(folder, manifest["recipe"]["train"]["zero_stage"])
+        save_torch_state_dict(_as_in(start, weights), part, metadata={"format": "pt"})
+        provenance.extend(part, "train", {k: manifest[k] for k in ("step", "tokens", "world_size", "recipe")})
+        os.replace(part, out)
+    except BaseException:
+        shutil.rmtree(part, ignore_errors=True)
+        raise
+    return out
+
+
+def start_folder(run: Path) -> Path:
+    """The checkpoint folder that a run began with. ValueError if it is unknown or gone."""
+    record = run / "start.txt"
+    if not record.exists():
+        raise ValueError(f"{run} is no run folder: start.txt is missing")
+    start = Path(record.read_text().strip())
+    if not start.is_dir():
+        raise ValueError(
+            f"{record} names {start}, which is gone; write there where the converted checkpoint is now"
+        )
+    return start
+
+
+def _as_in(start: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """The trained weights under the names and in the dtypes that the start's files have."""
+    files = sorted(start.glob("*.safetensors"))
+    state: dict[str, torch.Tensor] = {}
+    for file in files:
+        with safe_open(file, "pt") as tensors:
+            for name in tensors.keys():  # noqa: SIM118
+                if name not in weights:
+                    raise ValueError(f"{file} holds {name}, which the trained model does not have")
+                state[name] = weights[name].to(tensors.get_tensor(name).dtype).contiguous()
+    if not state:
+        raise ValueError(f"{start} holds no .safetensors file")
+    tied = {t.data_ptr() for t in weights.values() if t.numel()}
+    lost = [n for n in weights.keys() - state.keys() if weights[n].data_ptr() not in tied]
+    if lost:
+        raise ValueError(f"{start} does not hold {', '.join(sorted(lost))}, which the trained model has")
+    return state

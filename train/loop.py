@@ -1,0 +1,220 @@
+"""Continual pretraining of a converted checkpoint, from a recipe to a Hugging Face folder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch import nn
+
+from unsoftmax.convert.load import load, tokenizer
+from unsoftmax.convert.measure import measure, token_ids, token_rows
+from unsoftmax.recipes.schema import Recipe, accumulation, total_steps
+from unsoftmax.recipes.text import documents
+from unsoftmax.train import checkpoint, engine
+from unsoftmax.train.checkpoint import Resumed
+from unsoftmax.train.engine import Engine, Place
+from unsoftmax.train.export import export, start_folder
+from unsoftmax.train.packing import Prefetch, Source, TokenRows, batches
+from unsoftmax.train.progress import BadSteps, Progress, short
+from unsoftmax.train.schedule import learning_rate
+
+
+def train(recipe: Recipe, run: Path, *, model: str | None = None, resume: str | None = None) -> Path:
+    """Train a converted checkpoint by a recipe; works under deepspeed, torchrun, and as one plain process.
+
+    Args:
+        recipe: what to do.
+        run: folder that gets log, checkpoints, TensorBoard and, at the end, `export`.
+        model: the converted checkpoint's folder; None takes the one the run began with.
+        resume: "auto" continues from the newest whole checkpoint in `run`, or begins if there is none.
+
+    Returns:
+        The exported folder.
+
+    Raises:
+        ValueError: the recipe does not fit the number of processes, the run folder or the checkpoint.
+        FloatingPointError: train.max_bad_steps steps in a row were not finite.
+    """
+    run = Path(run)
+    place = engine.start(recipe.train.seed)
+    try:
+        start = _open_run(recipe, run, model, resume, place)
+        job = _prepare(recipe, run, start, place)
+        try:
+            _train(job)
+        finally:
+            job.progress.close()
+        return _finish(job)
+    finally:
+        engine.stop()
+
+
+class Job(NamedTuple):
+    """Everything that one training run needs."""
+
+    recipe: Recipe
+    run: Path
+    place: Place
+    engine: Engine
+    rows: TokenRows
+    held_out: torch.Tensor
+    progress: Progress
+    begun: Resumed
+
+
+def _train(job: Job) -> None:
+    t, last = job.recipe.train, total_steps(job.recipe)
+    step, tokens, _ = job.begun
+    bad = BadSteps(t.max_bad_steps)
+    with Prefetch(_batches(job)) as data:
+        while step < last:
+            batch, waited = data.next()
+            lr = rate(job.recipe, step)
+            result = job.engine.step(batch, lr)
+            step, tokens = step + 1, tokens + batch.tokens
+            job.progress.step(step, result, tokens=batch.tokens, lr=lr, waited=waited)
+            bad.check(step, result, [] if result.applied else job.engine.bad_weights())
+            if step == last or (t.eval_every_steps and step % t.eval_every_steps == 0):
+                _score(job, step)
+            if step == last or step % t.save_every_steps == 0:
+                checkpoint.save(
+                    job.engine, job.run, job.recipe, job.place, Resumed(step, tokens, batch.position)
+                )
+                job.progress.rest()
+
+
+def rate(recipe: Recipe, step: int) -> float:
+    """The learning rate of step `step`, counted from 0."""
+    t = recipe.train
+    return learning_rate(
+        step,
+        total_steps=total_steps(recipe),
+        warmup_steps=t.warmup_steps,
+        peak=t.peak_lr,
+        min_ratio=t.min_lr_ratio,
+        shape=t.schedule,
+        decay_share=t.decay_share,
+    )
+
+
+def _batches(job: Job) -> Iterator:
+    t, place = job.recipe.train, job.place
+    return batches(
+        job.rows,
+        batch_rows=t.batch_tokens // job.recipe.data.context_tokens,
+        micro_rows=t.micro_batch_sequences,
+        rank=place.rank,
+        world=place.world,
+    )
+
+
+def _score(job: Job, step: int) -> None:
+    dtype = torch.bfloat16 if job.recipe.train.dtype == "bf16" else None
+    with job.engine.scoring() as model:
+        found = measure(model, job.held_out, batch=job.recipe.train.micro_batch_sequences, dtype=dtype)
+    job.progress.scored(step, found.to_dict(), found.line())
+
+
+def _finish(job: Job) -> Path:
+    out = job.run / "export"
+    if job.place.first:
+        if not out.exists():
+            export(job.run, out, say=job.progress.say)
+        job.progress.say(f"exported to {out}\nnext: unsoftmax-eval {out} --teacher {job.recipe.source}")
+    engine.barrier()
+    return out
+
+
+# ---- preparing
+
+
+def _open_run(recipe: Recipe, run: Path, model: str | None, resume: str | None, place: Place) -> Path:
+    """Check that the run may begin or go on, and note in its folder what it is; the start's folder."""
+    accumulation(recipe, place.world)
+    if resume not in (None, "auto"):
+        raise ValueError(f"--resume is {resume!r}; it must be auto")
+    if resume is None and (run / "start.txt").exists():
+        raise ValueError(
+            f"{run} already holds a run; add --resume auto to go on, or name another folder with --run"
+        )
+    if model is None and not (run / "start.txt").exists():
+        raise ValueError(f"{run} is new: name the converted checkpoint to train with --model FOLDER")
+    start = Path(model).resolve() if model else start_folder(run)
+    if not (start / "config.json").is_file():
+        raise ValueError(f"--model {start} is no checkpoint folder: it has no config.json")
+    for step in checkpoint.steps_saved(run):
+        if checkpoint.damage(checkpoint.folder_of(run, step)) is None:
+            checkpoint.check_same_run(checkpoint.folder_of(run, step), recipe, place.world)
+            break
+    engine.barrier()
+    if place.first:
+        run.mkdir(parents=True, exist_ok=True)
+        (run / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=1) + "\n")
+        (run / "start.txt").write_text(f"{start}\n")
+    engine.barrier()
+    return start
+
+
+def _prepare(recipe: Recipe, run: Path, start: Path, place: Place) -> Job:
+    say = print if place.first else _quiet
+    words = tokenizer(str(start))
+    rows = TokenRows(
+        sources(recipe),
+        words,
+        row_tokens=recipe.data.context_tokens,
+        apart=recipe.data.pack == "documents",
+        shuffle_documents=recipe.data.shuffle_documents,
+        seed=recipe.train.seed,
+    )
+    held_out = _held_out_rows(recipe, words)
+    built = Engine(recipe, place, lambda: load(str(start), dtype=torch.float32).train())
+    begun = checkpoint.resume(built, run, recipe, place, say)
+    if begun is not None:
+        rows.load_state_dict(begun.position)
+    begun = begun or Resumed(0, 0, {})
+    progress = Progress(
+        run,
+        total_steps=total_steps(recipe),
+        every=recipe.train.log_every_steps,
+        done=(begun.step, begun.tokens),
+        device=place.device,
+        speaks=place.first,
+    )
+    progress.say(_plan(recipe, place, built.model))
+    return Job(recipe, run, place, built, rows, held_out, progress, begun)
+
+
+def _quiet(text: str) -> None:
+    """What ranks other than the first say."""
+
+
+def _plan(recipe: Recipe, place: Place, model: nn.Module) -> str:
+    t = recipe.train
+    return (
+        f"{total_steps(recipe)} steps of {t.batch_tokens} tokens ({short(t.total_tokens)} in all): "
+        f"{place.world} x {accumulation(recipe, place.world)} passes x {t.micro_batch_sequences} rows x "
+        f"{recipe.data.context_tokens} tokens, ZeRO {t.zero_stage}, {t.dtype}, on {place.device.type}"
+    )
+
+
+def sources(recipe: Recipe) -> list[Source]:
+    """The recipe's training text. Documents set aside for scoring never come out of it."""
+    apart = recipe.data.held_out is None
+
+    def reader(text: str, field: str) -> Callable[[], Iterator[str]]:
+        return lambda: documents(text, held_out=False if apart else None, text_field=field)
+
+    return [Source(s.text, reader(s.text, s.text_field), s.weight) for s in recipe.data.sources]
+
+
+def _held_out_rows(recipe: Recipe, words) -> torch.Tensor:
+    """The first train.eval_rows rows of held-out text."""
+    d, rows = recipe.data, recipe.train.eval_rows
+    spec, field = d.held_out or d.sources[0].text, d.sources[0].text_field
+    texts = documents(spec, held_out=None if d.held_out else True, text_field=field)
+    ids = token_ids(words, texts, limit=rows * d.context_tokens)
+    return token_rows(ids, d.context_tokens, rows)

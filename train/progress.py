@@ -1,0 +1,193 @@
+"""What a run says while it trains: one line a step, a JSONL log, TensorBoard; and when it must stop.
+
+    step   120/38147   62.9M tok   loss 2.413   lr 3.0e-05   grad 0.82   8.7k tok/s   wait 1%   71.3 GiB   eta 79h36m
+
+log.jsonl holds the same numbers in full. A resumed run drops the lines after its checkpoint, so that each step
+stands there once.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import resource
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from unsoftmax.train.engine import StepResult
+
+
+def short(count: float) -> str:
+    """A count in at most four digits: 950, 8.7k, 62.9M, 2.1B."""
+    for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if count >= limit:
+            return f"{count / limit:.1f}{unit}"
+    return f"{count:.0f}"
+
+
+def span(seconds: float) -> str:
+    """A time to read: 42s, 6m05s, 79h36m."""
+    s = round(seconds)
+    if s < 60:
+        return f"{s}s"
+    return f"{s // 60}m{s % 60:02d}s" if s < 3600 else f"{s // 3600}h{s % 3600 // 60:02d}m"
+
+
+def peak_bytes(device: torch.device) -> int:
+    """Most memory held so far: the device's, or this process's on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+class Progress:
+    """Lines, log and TensorBoard of one run; silent on every rank but the first.
+
+    Args:
+        run: the run folder.
+        total_steps: for the line and the time left.
+        every: steps between lines; the log gets every step.
+        done: (steps, tokens) of the checkpoint that the run goes on from.
+        speaks: False on other ranks.
+    """
+
+    def __init__(
+        self,
+        run: Path,
+        *,
+        total_steps: int,
+        every: int,
+        done: tuple[int, int],
+        device: torch.device,
+        speaks: bool,
+    ) -> None:
+        self.run, self.total_steps, self.every, self.device, self.speaks = (
+            run,
+            total_steps,
+            every,
+            device,
+            speaks,
+        )
+        self.tokens = done[1]
+        self._rates: list[tuple[int, float, float]] = []  # tokens, seconds and waited seconds of late steps
+        self._mark = time.perf_counter()
+        if speaks:
+            from torch.utils.tensorboard import SummaryWriter
+
+            _keep_until(run / "log.jsonl", done[0])
+            self._log = open(run / "log.jsonl", "a")  # noqa: SIM115
+            self._board = SummaryWriter(str(run / "tensorboard"), purge_step=done[0] + 1)
+
+    def say(self, text: str) -> None:
+        if self.speaks:
+            print(text, flush=True)
+
+    def step(self, number: int, result: StepResult, *, tokens: int, lr: float, waited: float) -> None:
+        """Report optimizer step `number` (counted from 1), which took everything since the last call."""
+        now = time.perf_counter()
+        self._rates = [*self._rates[-49:], (tokens, now - self._mark, waited)]
+        self._mark = now
+        self.tokens += tokens
+        seconds = sum(r[1] for r in self._rates)
+        row = {
+            "step": number,
+            "tokens": self.tokens,
+            "loss": result.loss,
+            "lr": lr,
+            "grad_norm": result.grad_norm,
+            "applied": result.applied,
+            "tokens_per_second": sum(r[0] for r in self._rates) / seconds,
+            "wait": sum(r[2] for r in self._rates) / seconds,
+            "peak_bytes": peak_bytes(self.device),
+            "seconds_left": seconds / len(self._rates) * (self.total_steps - number),
+        }
+        self._write("train", row)
+        if number % self.every == 0 or number == self.total_steps or not result.applied:
+            self.say(step_line(row, self.total_steps))
+
+    def scored(self, number: int, measurement: dict[str, Any], line: str) -> None:
+        """Report a held-out score at step `number`; its time is not the next step's."""
+        self._write("held_out", {"step": number, "tokens": self.tokens, **measurement})
+        self.say(f"step {number:>5}/{self.total_steps}   held out: {line}")
+        self.rest()
+
+    def rest(self) -> None:
+        """Leave the time since the last step out of the speed (scoring, saving)."""
+        self._mark = time.perf_counter()
+
+    def _write(self, kind: str, row: dict[str, Any]) -> None:
+        if not self.speaks:
+            return
+        finite = {k: v if not isinstance(v, float) or math.isfinite(v) else None for k, v in row.items()}
+        self._log.write(json.dumps({"kind": kind, **finite}) + "\n")
+        self._log.flush()
+        for key, value in row.items():
+            if isinstance(value, int | float) and key != "step":
+                self._board.add_scalar(f"{kind}/{key}", value, row["step"])
+
+    def close(self) -> None:
+        if self.speaks:
+            self._log.close()
+            self._board.close()
+
+
+def step_line(row: dict[str, Any], total_steps: int) -> str:
+    """The progress line of a log row."""
+    parts = [
+        f"step {row['step']:>5}/{total_steps}",
+        f"{short(row['tokens'])} tok",
+        f"loss {row['loss']:.3f}",
+        f"lr {row['lr']:.1e}",
+        f"grad {row['grad_norm']:.2f}",
+        f"{short(row['tokens_per_second'])} tok/s",
+        f"wait {row['wait']:.0%}",
+        f"{row['peak_bytes'] / 2**30:.1f} GiB",
+        f"eta {span(row['seconds_left'])}",
+    ]
+    return "   ".join(parts if row["applied"] else [*parts, "SKIPPED"])
+
+
+def _keep_until(log: Path, step: int) -> None:
+    if log.exists():
+        rows = [
+            line for line in log.read_text().splitlines() if _whole(line) and json.loads(line)["step"] <= step
+        ]
+        log.write_text("".join(f"{line}\n" for line in rows))
+
+
+def _whole(line: str) -> bool:
+    return line.startswith("{") and line.endswith("}")  # a kill may have cut the last line
+
+
+class BadSteps:
+    """Counts skipped steps in a row, and stops the run when there are too many."""
+
+    def __init__(self, most: int) -> None:
+        self.most, self.row = most, 0
+
+    def check(self, step: int, result: StepResult, bad_weights: list[str]) -> None:
+        """Raise FloatingPointError at the `most`-th skipped step in a row, naming parameters."""
+        if result.applied:
+            self.row = 0
+            return
+        self.row += 1
+        if self.row < self.most:
+            return
+        raise FloatingPointError(
+            f"step {step}: {self.row} steps in a row had a loss or gradient that is not finite and were skipped "
+            f"(train.max_bad_steps).\n"
+            f"  loss                     {result.loss}\n"
+            f"  gradients not finite     {_names(result.bad)}\n"
+            f"  parameters not finite    {_names(bad_weights)}\n"
+            "The last checkpoint is from before; a lower train.peak_lr is the first thing to try."
+        )
+
+
+def _names(names: list[str]) -> str:
+    if not names:
+        return "none"
+    rest = f" and {len(names) - 4} more" if len(names) > 4 else ""
+    return ", ".join(names[:4]) + rest
