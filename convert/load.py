@@ -1,0 +1,114 @@
+"""Open a checkpoint, converted or not, as a model or its tokenizer."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.utils import logging as library_logging
+
+from unsoftmax.convert.config import CONVERTED_CONFIGS, convert_config
+from unsoftmax.convert.model import CONVERTED_MODELS, ConvertedLayer
+from unsoftmax.kernels.mixer import Mixer
+
+CONVERTED_TYPES = {config.model_type for config in CONVERTED_CONFIGS.values()}
+
+
+def load(
+    path: str | os.PathLike,
+    *,
+    dtype: torch.dtype = torch.float32,
+    device: str | torch.device = "cpu",
+    layer_mixers: list[dict] | None = None,
+) -> PreTrainedModel:
+    """The model in a folder or under a hub id, in eval mode.
+
+    Args:
+        path: a converted checkpoint, or a plain Llama or Mistral; safetensors only.
+        dtype: of the weights; what a mixer adds stays float32.
+        layer_mixers: for a plain checkpoint, put it into the converted class with these mixers (one entry a
+            layer); what they add starts as each mixer documents it. Nothing is written.
+
+    Raises:
+        ValueError: nothing there to load, another architecture, or weights that do not fit the config.
+    """
+    config = read_config(path)
+    model_class: type = AutoModelForCausalLM
+    if layer_mixers is not None:
+        if config.model_type in CONVERTED_TYPES:
+            raise ValueError(f"{path} is converted already; its layer_mixers are in its config.json")
+        model_class = CONVERTED_MODELS.get(config.model_type, AutoModelForCausalLM)
+        config = convert_config(config, layer_mixers)
+    try:
+        with _quiet():
+            model, report = model_class.from_pretrained(
+                path, config=config, dtype=dtype, use_safetensors=True, output_loading_info=True
+            )
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise ValueError(f"{path} cannot be loaded: {error}") from error
+    expected = set() if layer_mixers is None else new_parameter_names(model)
+    _check_report(path, report, expected)
+    return model.to(device).eval()
+
+
+def tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase:
+    """The tokenizer in a checkpoint's folder or under its hub id. Raises ValueError if there is none."""
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} has no tokenizer that can be loaded: {error}") from error
+
+
+def read_config(path: str | os.PathLike) -> PreTrainedConfig:
+    """The config in a folder or under a hub id. Raises ValueError if there is none or it cannot be read."""
+    try:
+        return AutoConfig.from_pretrained(path)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"{path} is no checkpoint that can be read: {error}") from error
+
+
+def new_parameter_names(model: PreTrainedModel) -> set[str]:
+    """State dict keys that the mixers declare as new."""
+    kept = set(model.state_dict())
+    return {
+        f"{layer_name}.self_attn.{name}"
+        for layer_name, layer in model.named_modules()
+        if isinstance(layer, ConvertedLayer) and isinstance(layer.self_attn, Mixer)
+        for name in [*layer.self_attn.new_parameters(), *dict(layer.self_attn.named_buffers())]
+        if f"{layer_name}.self_attn.{name}" in kept
+    }
+
+
+def _check_report(path: str | os.PathLike, report: dict, expected_missing: set[str]) -> None:
+    missing = sorted(set(report["missing_keys"]) - expected_missing)
+    mismatched = sorted(key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])
+    for keys, problem in (
+        (missing, "lacks"),
+        (sorted(report["unexpected_keys"]), "has, beyond what its config asks for,"),
+        (mismatched, "has in another shape than its config says"),
+    ):
+        if keys:
+            more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
+            raise ValueError(f"{path} {problem} {', '.join(keys[:3])}{more}")
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """The library reports every missing key as a warning; ours are checked right after."""
+    level = library_logging.get_verbosity()
+    library_logging.set_verbosity_error()
+    try:
+        yield
+    finally:
+        library_logging.set_verbosity(level)
