@@ -1,4 +1,4 @@
-"""What a converted model remembers between calls: a state of fixed size a mixer, keys and values where softmax is kept."""
+"""What a converted model remembers between calls: a state a mixer, keys and values where softmax is kept."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ class StateCache(Cache):
         self._change_rows(lambda x: x.repeat_interleave(repeats, dim=0))
 
     def crop(self, tokens_to_remove: int) -> None:
-        """Forget the last -tokens_to_remove tokens (0 or below, as the library counts); softmax layers only."""
+        """Forget the last -tokens_to_remove tokens (a negative number, as in the library); softmax only."""
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give how many tokens to remove as a negative number")
         for layer in self.layers:  # before any layer is changed

@@ -79,7 +79,7 @@ def attention_shape(config: PreTrainedConfig) -> AttentionShape:
 
 
 class ConvertedConfig:
-    """Mixin of the converted families: checks `layer_mixers`, and writes both spellings of the rotary fields."""
+    """Mixin of the converted families: checks `layer_mixers`, writes the rotary fields in both spellings."""
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)
@@ -91,7 +91,7 @@ class ConvertedConfig:
         return [i for i, entry in enumerate(self.layer_mixers) if entry["name"] == SOFTMAX]
 
     def to_dict(self) -> dict[str, Any]:
-        """The library's dictionary, plus rope_theta and rope_scaling, which are all that older readers know."""
+        """The library's dictionary, plus rope_theta and rope_scaling, all that older readers know."""
         fields = super().to_dict()
         rope = dict(fields.get("rope_parameters") or {})
         if rope:
@@ -108,7 +108,7 @@ class UnsoftLlamaConfig(ConvertedConfig, LlamaConfig):
 
 
 class UnsoftMistralConfig(ConvertedConfig, MistralConfig):
-    """A Mistral whose layers have the mixers in `layer_mixers`; `sliding_window` binds softmax layers only."""
+    """A Mistral whose layers have the mixers in `layer_mixers`; `sliding_window` binds softmax layers."""
 
     model_type = "unsoftmax_mistral"
     layer_mixers: list[dict] | None = None

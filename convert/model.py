@@ -1,8 +1,8 @@
 """A Llama or a Mistral whose layers have mixers; the only file that knows the library's calling convention.
 
-Every layer keeps the source's norms and MLP. A layer named "softmax" keeps the source's attention module too,
-any other has a Mixer in its place, under the same parameter names. Importing this file registers the classes with
-AutoConfig, AutoModel and AutoModelForCausalLM.
+Every layer keeps the source's norms and MLP. A layer named "softmax" keeps the source's attention module
+too, any other has a Mixer in its place, under the same parameter names. Importing this file registers the
+classes with AutoConfig, AutoModel and AutoModelForCausalLM.
 """
 
 from __future__ import annotations
@@ -138,7 +138,7 @@ class ConvertedWeights:
             new[name].data.copy_(value)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # The library's shortcut for remote code would pass over a Mixer, whose parameters all sit in children.
+        # the library's shortcut for remote code passes over a Mixer: its parameters all sit in children
         super()._initialize_weights(module, False)
 
 
@@ -335,8 +335,10 @@ class ConvertedForCausalLM(ConvertedWeights):
         """Logits [B, kept, vocab], and the mean loss where labels [B, T] are given (-100: not counted).
 
         logits_to_keep: the last so many positions, 0 for all; or the indices of positions. The rest: see the
-        inner model's forward.
+        inner model's forward. In training mode no cache is kept unless use_cache asks for one.
         """
+        if use_cache is None and self.training:
+            use_cache = False
         outputs = self.model(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -351,9 +353,7 @@ class ConvertedForCausalLM(ConvertedWeights):
         logits = self.lm_head(outputs.last_hidden_state[:, kept])
         loss = None
         if labels is not None:
-            loss = self.loss_function(
-                logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs
-            )
+            loss = self.loss_function(logits, labels, vocab_size=self.config.vocab_size, **kwargs)
         return CausalLMOutputWithPast(
             loss=loss,
             logits=logits,
@@ -403,7 +403,7 @@ class UnsoftLlamaModel(ConvertedModel, LlamaPreTrainedModel):
     config_class = UnsoftLlamaConfig
     layer_class, norm_class = UnsoftLlamaDecoderLayer, LlamaRMSNorm
     rotary_class = UnsoftLlamaRotaryEmbedding
-    _no_split_modules = ["UnsoftLlamaDecoderLayer"]
+    _no_split_modules = ["UnsoftLlamaDecoderLayer"]  # noqa: RUF012
 
 
 class UnsoftLlamaForCausalLM(ConvertedForCausalLM, LlamaForCausalLM):
@@ -411,7 +411,7 @@ class UnsoftLlamaForCausalLM(ConvertedForCausalLM, LlamaForCausalLM):
 
     config_class = UnsoftLlamaConfig
     model_class, pretrained_class = UnsoftLlamaModel, LlamaPreTrainedModel
-    _no_split_modules = ["UnsoftLlamaDecoderLayer"]
+    _no_split_modules = ["UnsoftLlamaDecoderLayer"]  # noqa: RUF012
 
 
 class UnsoftMistralRotaryEmbedding(ConvertedRotary, MistralRotaryEmbedding):
@@ -428,7 +428,7 @@ class UnsoftMistralModel(ConvertedModel, MistralPreTrainedModel):
     config_class = UnsoftMistralConfig
     layer_class, norm_class = UnsoftMistralDecoderLayer, MistralRMSNorm
     rotary_class = UnsoftMistralRotaryEmbedding
-    _no_split_modules = ["UnsoftMistralDecoderLayer"]
+    _no_split_modules = ["UnsoftMistralDecoderLayer"]  # noqa: RUF012
 
 
 class UnsoftMistralForCausalLM(ConvertedForCausalLM, MistralForCausalLM):
@@ -436,7 +436,7 @@ class UnsoftMistralForCausalLM(ConvertedForCausalLM, MistralForCausalLM):
 
     config_class = UnsoftMistralConfig
     model_class, pretrained_class = UnsoftMistralModel, MistralPreTrainedModel
-    _no_split_modules = ["UnsoftMistralDecoderLayer"]
+    _no_split_modules = ["UnsoftMistralDecoderLayer"]  # noqa: RUF012
 
 
 CONVERTED_MODELS: dict[str, type[PreTrainedModel]] = {

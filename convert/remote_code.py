@@ -1,8 +1,8 @@
 """The code a converted folder carries, so that torch and transformers alone can open it.
 
-The bundle is the import closure of the model's module, each file flat beside the weights under its dotted name
-(unsoftmax.kernels.mixer becomes kernels_mixer.py) with its imports of ours made relative, which is the one
-shape that trust_remote_code can follow.
+The bundle is the import closure of the model's module, each file flat beside the weights under its dotted
+name (unsoftmax.kernels.mixer becomes kernels_mixer.py) with its imports of ours made relative: the one shape
+that trust_remote_code can follow.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def flat_name(module: str) -> str:
 def bundle() -> dict[str, str]:
     """File name to text, for every file that a converted model needs of ours.
 
-    Raises ValueError naming the file for an import of ours in another form than `from unsoftmax.a.b import c`.
+    Raises ValueError naming the file whose import of ours is not of the form `from unsoftmax.a.b import c`.
     """
     files: dict[str, str] = {}
     waiting = [ROOT]

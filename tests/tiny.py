@@ -1,4 +1,4 @@
-"""Tiny random source checkpoints, made in code: a Llama or a Mistral of some 20,000 weights and a tokenizer."""
+"""Tiny random source checkpoints, made in code: a Llama or a Mistral of 30,000 weights, a tokenizer."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def tiny_source(
     seed: int = 0,
     **geometry: Any,
 ) -> Path:
-    """Write a source checkpoint with its tokenizer as a Hugging Face folder, in one file or several shards."""
+    """Write a source checkpoint and its tokenizer as a Hugging Face folder, in one file or in shards."""
     model = tiny_model(family, seed=seed, **geometry).to(dtype)
     model.save_pretrained(folder, **({"max_shard_size": "20KB"} if shards else {}))
     tiny_tokenizer().save_pretrained(folder)
