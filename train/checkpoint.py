@@ -4,8 +4,8 @@
                                      data · manifest.json: step, recipe, and size and SHA-256 of each file
     RUN/checkpoints/latest           name of the newest one, written last
 
-A folder is written under another name and renamed when its manifest stands, so a kill at any moment leaves the
-previous checkpoint as it was.
+A folder is written under another name and renamed when its manifest stands, so a kill at any moment leaves
+the previous checkpoint as it was.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def steps_saved(run: Path) -> list[int]:
 
 
 def save(engine: Engine, run: Path, recipe: Recipe, place: Place, resumed: Resumed) -> Path:
-    """Write a checkpoint; every rank calls it. Afterwards the oldest beyond train.keep_checkpoints are gone."""
+    """Write a checkpoint; every rank calls it. The oldest beyond train.keep_checkpoints are removed after."""
     final = folder_of(run, resumed.step)
     writing = final.with_name(f".writing-{final.name}")
     if place.first:
@@ -254,6 +254,6 @@ def check_same_run(folder: Path, recipe: Recipe, world: int) -> dict[str, Any]:
     if changed:
         raise ValueError(
             f"{folder} belongs to another run:\n  " + "\n  ".join(changed) + "\n"
-            "Give the recipe and the number of processes it began with, or start another run folder with --run."
+            "Give the recipe and the number of processes it began with, or start another folder with --run."
         )
     return manifest

@@ -1,16 +1,19 @@
 """DeepSpeed, and nothing else of ours: the one file that imports it.
 
 bf16 runs keep float32 parameters under torch autocast, so that masters, moments and the mixers' new scalars
-really are float32 (a bf16 engine would round every parameter); gradients are summed in float32 too, which costs
-bandwidth and keeps ZeRO 0 to 3 equal to plain AdamW. A step whose gradient is not finite is never applied.
+really are float32 (a bf16 engine would round every parameter); gradients are summed in float32 too, which
+costs bandwidth and keeps ZeRO 0 to 3 equal to plain AdamW. A step whose gradient is not finite is skipped.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import io
 import os
 import random
 import socket
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -66,7 +69,8 @@ def start(seed: int) -> Place:
         os.environ.setdefault(name, value)
     if "MASTER_PORT" not in os.environ:
         os.environ["MASTER_PORT"] = str(_free_port())
-    deepspeed_logger.setLevel("WARNING")
+    deepspeed_logger.setLevel("ERROR")
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # DeepSpeed's calls
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -74,7 +78,8 @@ def start(seed: int) -> Place:
     elif hasattr(deepspeed.ops, "__compatible_ops__"):
         # gloo does without this op, whose compilation takes a minute and a C++ compiler
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
+    if not dist.is_initialized():
+        deepspeed.init_distributed(dist_backend="nccl" if device.type == "cuda" else "gloo", verbose=False)
     random.seed(seed)
     np.random.seed(seed)
     torch.manual_seed(seed)
@@ -87,10 +92,10 @@ def _free_port() -> int:
         return s.getsockname()[1]
 
 
-def stop() -> None:
-    """Leave the other processes."""
-    if dist.is_initialized():
-        dist.destroy_process_group()
+def leave_at_exit() -> None:
+    """Part from the other processes when this one ends; not earlier, since DeepSpeed joins them only once."""
+    atexit.unregister(dist.destroy_process_group)
+    atexit.register(dist.destroy_process_group)
 
 
 def barrier() -> None:
@@ -105,7 +110,7 @@ def gather(value: Any) -> list[Any]:
 
 
 def deepspeed_config(recipe: Recipe, world: int) -> dict[str, Any]:
-    """DeepSpeed's own configuration of a recipe on `world` processes. ValueError if the batch does not divide."""
+    """DeepSpeed's own configuration of a recipe on `world` processes; ValueError if it does not divide."""
     t = recipe.train
     return {
         "train_micro_batch_size_per_gpu": t.micro_batch_sequences,
@@ -203,7 +208,7 @@ class Engine:
         return hook
 
     def step(self, batch: Batch, lr: float) -> StepResult:
-        """Forward and backward over this rank's passes, then one step of AdamW at rate `lr` over all ranks."""
+        """Forward and backward over this rank's passes, then one step of AdamW at rate `lr` on all ranks."""
         for group, scale in zip(self._engine.optimizer.param_groups, self._scales, strict=True):
             group["lr"] = lr * scale
         self._seen.zero_()
@@ -249,7 +254,7 @@ class Engine:
 
     @contextlib.contextmanager
     def scoring(self) -> Iterator[nn.Module]:
-        """The model for a forward pass without gradient. Under ZeRO-3 every rank must make the same passes."""
+        """The model for passes without gradient. Under ZeRO-3 every rank must make the same ones."""
         module = self._engine.module
         module.eval()
         try:
@@ -270,13 +275,13 @@ class Engine:
 
 
 def saved_weights(folder: Path, zero_stage: int) -> dict[str, torch.Tensor]:
-    """Full float32 weights of a folder that `Engine.save` wrote, by the model's own names; needs no launcher."""
+    """Full float32 weights of a folder that `Engine.save` wrote, by the model's own names."""
     if zero_stage == 0:
-        state = torch.load(folder / "mp_rank_00_model_states.pt", map_location="cpu", weights_only=False)[
-            "module"
-        ]
+        file = folder / "mp_rank_00_model_states.pt"
+        state = torch.load(file, map_location="cpu", weights_only=False)["module"]
     else:
-        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
+        from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as merged
 
-        state = get_fp32_state_dict_from_zero_checkpoint(str(folder.parent), tag=folder.name)
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
+            state = merged(str(folder.parent), tag=folder.name)
     return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}

@@ -1,7 +1,7 @@
 """A run's Hugging Face folder: the start's files with the trained weights in place of its own.
 
-Configuration, tokenizer and remote code are copied from the checkpoint the run began with; each tensor keeps the
-name and the dtype it has there, so that the two folders differ in numbers alone.
+Configuration, tokenizer and remote code are copied from the checkpoint the run began with; each tensor keeps
+the name and the dtype it has there, so that the two folders differ in numbers alone.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _as_in(start: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Ten
             for name in tensors.keys():  # noqa: SIM118
                 if name not in weights:
                     raise ValueError(f"{file} holds {name}, which the trained model does not have")
-                state[name] = weights[name].to(tensors.get_tensor(name).dtype).contiguous()
+                state[name] = _own(weights[name].to(tensors.get_tensor(name).dtype))
     if not state:
         raise ValueError(f"{start} holds no .safetensors file")
     tied = {t.data_ptr() for t in weights.values() if t.numel()}
@@ -82,3 +82,9 @@ def _as_in(start: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Ten
     if lost:
         raise ValueError(f"{start} does not hold {', '.join(sorted(lost))}, which the trained model has")
     return state
+
+
+def _own(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor in a storage of its own size; DeepSpeed hands out views of one large buffer."""
+    whole = tensor.untyped_storage().nbytes() == tensor.nbytes
+    return tensor.contiguous() if whole else tensor.clone(memory_format=torch.contiguous_format)

@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from unsoftmax.convert.load import load, tokenizer
+from unsoftmax.convert.load import CONVERTED_TYPES, load, read_config, tokenizer
 from unsoftmax.convert.measure import measure, token_ids, token_rows
-from unsoftmax.recipes.schema import Recipe, accumulation, total_steps
+from unsoftmax.recipes.schema import SOFTMAX, Recipe, accumulation, total_steps
 from unsoftmax.recipes.text import documents
 from unsoftmax.train import checkpoint, engine
 from unsoftmax.train.checkpoint import Resumed
@@ -41,16 +41,15 @@ def train(recipe: Recipe, run: Path, *, model: str | None = None, resume: str | 
     """
     run = Path(run)
     place = engine.start(recipe.train.seed)
+    start = _open_run(recipe, run, model, resume, place)
+    job = _prepare(recipe, run, start, place)
     try:
-        start = _open_run(recipe, run, model, resume, place)
-        job = _prepare(recipe, run, start, place)
-        try:
-            _train(job)
-        finally:
-            job.progress.close()
-        return _finish(job)
+        _train(job)
     finally:
-        engine.stop()
+        job.progress.close()
+    out = _finish(job)
+    engine.leave_at_exit()
+    return out
 
 
 class Job(NamedTuple):
@@ -171,7 +170,7 @@ def _prepare(recipe: Recipe, run: Path, start: Path, place: Place) -> Job:
         seed=recipe.train.seed,
     )
     held_out = _held_out_rows(recipe, words)
-    built = Engine(recipe, place, lambda: load(str(start), dtype=torch.float32).train())
+    built = Engine(recipe, place, lambda: _load(start))
     begun = checkpoint.resume(built, run, recipe, place, say)
     if begun is not None:
         rows.load_state_dict(begun.position)
@@ -186,6 +185,13 @@ def _prepare(recipe: Recipe, run: Path, start: Path, place: Place) -> Job:
     )
     progress.say(_plan(recipe, place, built.model))
     return Job(recipe, run, place, built, rows, held_out, progress, begun)
+
+
+def _load(start: Path) -> nn.Module:
+    """The model in float32; a plain checkpoint with its softmax, in the class that keeps documents apart."""
+    config = read_config(start)
+    softmax = [{"name": SOFTMAX}] * config.num_hidden_layers
+    return load(start, layer_mixers=None if config.model_type in CONVERTED_TYPES else softmax)
 
 
 def _quiet(text: str) -> None:

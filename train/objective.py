@@ -1,9 +1,10 @@
 """Next-token cross-entropy whose float32 logits exist for a few tokens at a time.
 
-The logits of a row in float32 would be the largest tensor of a step (32,768 tokens x 32,000 words: 4 GB, and
-as much again for their gradient). Here the head and the loss run over chunks of tokens, each recomputed in the
-backward pass. The loss is a sum over tokens, not a mean: the caller divides by the labels of the whole global
-batch, so that 1 pass x 4 rows and 4 passes x 1 row are the same loss even where documents leave few labels.
+The logits of a row in float32 would be the largest tensor of a step (32,768 tokens x 32,000 words: 4 GB,
+and as much again for their gradient). Here the head and the loss run over chunks of tokens, each recomputed
+in the backward pass. The loss is a sum over tokens, not a mean: the caller divides by the labels
+of the whole global batch, so that 1 pass x 4 rows and 4 passes x 1 row are the same loss even where documents
+leave few labels.
 """
 
 from __future__ import annotations

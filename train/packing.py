@@ -52,7 +52,7 @@ class Source:
 
 
 class Row(NamedTuple):
-    """T consecutive tokens: tokens and labels int64 [T], and where documents start in it (0 counts always)."""
+    """T consecutive tokens: tokens and labels int64 [T], and where documents start in it (always at 0)."""
 
     tokens: np.ndarray
     labels: np.ndarray
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
 
 class MicroBatch(NamedTuple):
-    """What the model takes in one pass: rows [B, T]; or, with documents apart, [1, B*T] and cu_seqlens [N+1]."""
+    """What the model takes in one pass: rows [B, T]; with documents apart, [1, B*T] and cu_seqlens [N+1]."""
 
     input_ids: torch.Tensor
     labels: torch.Tensor
@@ -95,7 +95,7 @@ class _Reader:
                 self._documents = None
                 if attempt == READ_ATTEMPTS:
                     raise OSError(
-                        f"{self.source.name}: document {self.document} cannot be read after {attempt} tries: {error}"
+                        f"{self.source.name}: document {self.document} failed {attempt} times: {error}"
                     ) from error
                 time.sleep(0.1 * 2**attempt)
         raise AssertionError("unreachable")
@@ -264,7 +264,10 @@ def collate(rows: Sequence[Row], *, apart: bool) -> MicroBatch:
 
 
 def batches(rows: TokenRows, *, batch_rows: int, micro_rows: int, rank: int, world: int) -> Iterator[Batch]:
-    """One rank's passes of each global batch of `batch_rows` rows: pass i takes rows [(i world + rank) micro_rows, ...)."""
+    """One rank's share of each global batch of `batch_rows` rows.
+
+    Pass i of a rank takes `micro_rows` rows from row (i world + rank) micro_rows on.
+    """
     while True:
         block = [next(rows) for _ in range(batch_rows)]
         passes = [

@@ -1,9 +1,9 @@
 """What a run says while it trains: one line a step, a JSONL log, TensorBoard; and when it must stop.
 
-    step   120/38147   62.9M tok   loss 2.413   lr 3.0e-05   grad 0.82   8.7k tok/s   wait 1%   71.3 GiB   eta 79h36m
+    step 120/38147   63M tok   loss 2.413   lr 3.0e-05   grad 0.82   8.7k tok/s   wait 1%   71.3 GiB   eta 79h
 
-log.jsonl holds the same numbers in full. A resumed run drops the lines after its checkpoint, so that each step
-stands there once.
+log.jsonl holds the same numbers in full. A resumed run drops the lines after its checkpoint, so that each
+step stands there once.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ class BadSteps:
         if self.row < self.most:
             return
         raise FloatingPointError(
-            f"step {step}: {self.row} steps in a row had a loss or gradient that is not finite and were skipped "
-            f"(train.max_bad_steps).\n"
+            f"step {step}: {self.row} steps in a row (train.max_bad_steps) had a loss or gradient that is "
+            f"not finite, and were skipped.\n"
             f"  loss                     {result.loss}\n"
             f"  gradients not finite     {_names(result.bad)}\n"
             f"  parameters not finite    {_names(bad_weights)}\n"
