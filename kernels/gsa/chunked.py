@@ -7,20 +7,21 @@ chunk, and W_ij = s_j exp(log_gate_{j+1} + ... + log_gate_i) for j <= i (else 0)
     P    = read(U)                  B_ij = P_i . W_ij
     O_i  = (P_i e^{G_i}) V0 + sum_j B_ij v_j
 
-The exponents of W are summed pair by pair. A difference of running sums would lose them (after a gate of -1e4
-a float32 sum has steps of 1e-3), and e^G and e^-G apart overflow. W exists once for each key/value head,
-whatever the number of query heads that read it. Equations: field of arXiv:2409.07146, section 3.
+W is built as products, row by row. A difference of running sums would lose its exponents (after a gate of
+-1e4 a float32 sum has steps of 1e-3), and e^G and e^-G apart overflow. W exists once for each key/value head,
+whatever the number of query heads that read it. Source: arXiv:2409.07146, chunkwise form.
 """
 
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from unsoftmax.kernels.gsa.reference import GSAState
 
-SEGMENT_BYTES = 8 << 20  # of W at a time: fits a core's cache, and bounds what backward holds
+SEGMENT_BYTES = 32 << 20  # of W at a time; longer input is cut, and backward recomputes each piece
 LOWEST_GATE = -1e4  # e^-1e4 is 0 in float64 too, so nothing is lost, and no -inf meets a 0
 LEAST_MASS = 1e-30  # z under this counts as 0: 1 / z squared must stay finite
 
@@ -42,8 +43,8 @@ def gsa(
     Args:
         q: [B, T, HQ, D]. Query head h reads key/value head h // (HQ // H).
         k, v: [B, T, H, D] and [B, T, H, E].
-        log_gate: [B, T, H, M], natural log of what each slot keeps, at most 0; float32 (a bfloat16 gate has lost
-            every half-life over 300 tokens). A token whose gates are all 0 leaves no trace in the slots.
+        log_gate: [B, T, H, M], natural log of what each slot keeps, at most 0; float32 (a bfloat16 gate
+            has lost every half-life over 300 tokens). A token whose gates are all 0 leaves no trace in the slots.
         scale: of q k; None means D ** -0.5.
         mass: divide slots by their mass and leave empty ones out.
         state: the slots before the first token; None starts empty. Not changed.
@@ -122,16 +123,17 @@ def _segments(q, kv, g, S, kept, tiles: Sequence[int], packed: bool, mass: bool)
 def _segment(q, kv, g, S, kept, first_S, first_kept, starts: dict[int, int], leaves: list[int], mass: bool):
     """Tiles q [B, n, C, H, G, D], kv [B, n, C, H, D + E], g [B, n, C, H, M] from slots S, kept onwards.
 
-    Tile t begins document starts[t] with slots first_*[starts[t]]. Returns o [B, n C, HQ, E], the slots after the
-    last tile, and those after each tile of `leaves`.
+    Tile t begins document starts[t] with slots first_*[starts[t]]. Returns o [B, n C, HQ, E], the slots after
+    the last tile, and those after each tile of `leaves`.
     """
     B, n, C, H, Gq, D = q.shape
     q = q.permute(0, 3, 1, 2, 4, 5)  # [B, H, n, C, G, D]
     kv, g = kv.permute(0, 3, 1, 2, 4), g.permute(0, 3, 1, 2, 4)
-    W = _pairs(g)  # [B, H, n, C, C, M]
+    W = _Pairs.apply(*_Kept.apply(g))  # [B, H, n, C, C, M]
     G = g.cumsum(3)
-    added = W[..., -1, :, :].transpose(-1, -2) @ kv  # [B, H, n, M, D + E]
-    keep, total = G[..., -1, :].exp().unsqueeze(-1), G[..., -1, :]
+    added = (W[..., -1, :, :].transpose(-1, -2) @ kv).unbind(2)  # n x [B, H, M, D + E]
+    total = G[..., -1, :]
+    keep, total = total.exp().unsqueeze(-1).unbind(2), total.unbind(2)
 
     before, gamma, left = [], [], []
     for t in range(n):
@@ -140,7 +142,7 @@ def _segment(q, kv, g, S, kept, first_S, first_kept, starts: dict[int, int], lea
             S, kept = first_S[d : d + 1], first_kept[d : d + 1]
         before.append(S)
         gamma.append(kept)
-        S, kept = S * keep[:, :, t] + added[:, :, t], kept + total[:, :, t]
+        S, kept = torch.addcmul(added[t], S, keep[t]), kept + total[t]
         if t in leaves:
             left.append((S, kept))
     S0, gamma0 = torch.stack(before, 2), torch.stack(gamma, 2)
@@ -151,20 +153,56 @@ def _segment(q, kv, g, S, kept, first_S, first_kept, starts: dict[int, int], lea
     A = (rows @ k.transpose(-1, -2)).view(B, H, n, C, Gq, C)
     decay = G.exp().unsqueeze(-2)  # [B, H, n, C, 1, M]
     U = decay * (rows @ K0.transpose(-1, -2)).view(B, H, n, C, Gq, -1) + A @ W
-    P = _massed(U, -torch.expm1(gamma0.unsqueeze(3) + G).unsqueeze(-2)) if mass else U.softmax(-1)
+    P = _massed(U, _Kept.apply(gamma0.unsqueeze(3) + G)[1].unsqueeze(-2)) if mass else U.softmax(-1)
     inner = (P @ W.transpose(-1, -2)).flatten(3, 4)  # B of the equations, [B, H, n, C G, C]
     o = (P * decay).flatten(3, 4) @ V0 + inner @ v
     o = o.view(B, H, n, C, Gq, -1).permute(0, 2, 3, 1, 4, 5).reshape(B, n * C, H * Gq, -1)
     return o, S, kept, left
 
 
-def _pairs(g: torch.Tensor) -> torch.Tensor:
-    """W [..., C (i), C (j), M] of g [..., C, M]."""
-    C = g.shape[-2]
-    later = torch.ones(C, C, dtype=torch.bool, device=g.device).tril(-1).unsqueeze(-1)  # i > j
-    seen = torch.ones(C, C, dtype=torch.bool, device=g.device).tril().unsqueeze(-1)
-    sums = torch.where(later, g.unsqueeze(-2), 0.0).cumsum(-3)
-    return torch.where(seen, sums, -torch.inf).exp() * -torch.expm1(g).unsqueeze(-3)
+class _Kept(torch.autograd.Function):
+    """exp(g) and -expm1(g). Autograd takes the slope of expm1 as 1 + expm1, which has lost e^g where g is -9."""
+
+    @staticmethod
+    def forward(ctx, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a = g.exp()
+        ctx.save_for_backward(a)
+        return a, -torch.expm1(g)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, da: torch.Tensor, ds: torch.Tensor) -> torch.Tensor:
+        (a,) = ctx.saved_tensors
+        return (da - ds) * a
+
+
+class _Pairs(torch.autograd.Function):
+    """W [..., C (i), C (j), M] of what is kept a and written s [..., C, M]; 0 where j > i.
+
+    Row by row, W_i = (a_i W_{i-1}, s_i): no exponential, no difference, no division, whatever the gates.
+    """
+
+    @staticmethod
+    def forward(ctx, a: torch.Tensor, s: torch.Tensor) -> torch.Tensor:
+        C = a.shape[-2]
+        W = a.new_zeros(*a.shape[:-1], C, a.shape[-1])
+        W[..., 0, 0, :] = s[..., 0, :]
+        for i in range(1, C):
+            torch.mul(W[..., i - 1, :i, :], a[..., i, None, :], out=W[..., i, :i, :])
+            W[..., i, i, :] = s[..., i, :]
+        ctx.save_for_backward(a, W)
+        return W
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, dW: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, W = ctx.saved_tensors
+        dW, da = dW.clone(), torch.zeros_like(a)
+        for i in range(a.shape[-2] - 1, 0, -1):
+            after = dW[..., i, :i, :]
+            da[..., i, :] = (after * W[..., i - 1, :i, :]).sum(-2)
+            dW[..., i - 1, :i, :].addcmul_(after, a[..., i, None, :])
+        return da, dW.diagonal(dim1=-3, dim2=-2).transpose(-1, -2)
 
 
 def _massed(u: torch.Tensor, z: torch.Tensor) -> torch.Tensor:

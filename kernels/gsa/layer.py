@@ -1,16 +1,17 @@
 """The gated slot attention layer: a start that keeps the teacher ("ring"), and the published one ("paper").
 
-ring    The teacher's q, k, v, rotary positions and scale; a read with mass. Each token overwrites one slot, all
-        others stay exactly as they are, so the layer begins as the teacher inside a window, for M slots
+ring    The teacher's q, k, v, rotary positions and scale; a read with mass. Each token overwrites one slot
+        and all others stay exactly as they are, so the layer begins as the teacher inside a window:
 
             token t < sinks     slot t, which nothing overwrites
-            any other           slot sinks + (t - sinks) mod ring         ring = num_slots - sinks - memory_slots
-            an important one    also slot sinks + ring + c mod memory_slots   c = important tokens before it
+            any other           slot sinks + (t - sinks) mod ring
+            an important one    also slot sinks + ring + c mod memory_slots, c important ones before it
 
-        A token is important to a key/value head when w x + b >= 0 (`importance`, fitted in closed form by `fit`).
-        The choice is hard; its gradient passes as if the share written were sigmoid(w x + b).
-paper   SiLU on q, k, v; no rotary positions; scale 1; log_gate = logsigmoid(f_proj x) / 8; SiLU and RMSNorm on
-        the output (arXiv:2409.07146, as in its public layer).
+        with ring = num_slots - sinks - memory_slots. A token is important to a key/value head when
+        w x + b >= 0 (`importance`, fitted in closed form by `fit`). The choice is hard; its gradient passes
+        as if the share written were sigmoid(w x + b).
+paper   SiLU on q, k, v; no rotary positions; scale 1; log_gate = logsigmoid(f_proj x) / 8; SiLU and RMSNorm
+        on the output (arXiv:2409.07146, as in its public layer).
 """
 
 import math
@@ -47,7 +48,7 @@ class GSAOptions(MixerOptions):
     memory_rate: float = 0.125
     """Share of calibration tokens that are important."""
     floor: float = -9.0
-    """log_gate at an overwrite: e^floor of the old content stays. -9 leaves 1e-4; -5 (7e-3) costs nothing measurable."""
+    """log_gate at an overwrite: e^floor of the old content stays. -9 leaves 1e-4; -5 leaves 0.7%."""
 
     def __post_init__(self) -> None:
         if self.num_slots < 1:
@@ -56,15 +57,17 @@ class GSAOptions(MixerOptions):
             raise ValueError(f"mixer.start is {self.start!r}; it must be 'ring' or 'paper'")
         if self.start == "paper" and self.memory_slots:
             raise ValueError(
-                f"mixer.memory_slots is {self.memory_slots}, but mixer.start 'paper' has no memory; use 0, or start 'ring'"
+                f"mixer.memory_slots is {self.memory_slots}, but mixer.start 'paper' has no memory; "
+                "use 0, or mixer.start 'ring'"
             )
         for key in ("sinks", "memory_slots"):
             if getattr(self, key) < 0:
                 raise ValueError(f"mixer.{key} is {getattr(self, key)}; it must be 0 or more")
         if self.start == "ring" and self.ring < 1:
             raise ValueError(
-                f"mixer.num_slots is {self.num_slots}, which leaves no ring beside mixer.sinks {self.sinks} and "
-                f"mixer.memory_slots {self.memory_slots}; at least {self.sinks + self.memory_slots + 1} would"
+                f"mixer.num_slots is {self.num_slots}, which leaves no ring beside mixer.sinks {self.sinks} "
+                f"and mixer.memory_slots {self.memory_slots}; at least "
+                f"{self.sinks + self.memory_slots + 1} would"
             )
         if not 0 < self.memory_rate < 1:
             raise ValueError(
@@ -107,7 +110,7 @@ class GatedSlotAttention(Mixer):
 
     @torch.no_grad()
     def reset_new_parameters(self) -> None:
-        """f_proj normal, 0.02; g_norm ones; importance such that x of unit RMS is important at memory_rate."""
+        """f_proj normal, 0.02; g_norm ones; importance such that memory_rate of x of unit RMS are important."""
         if self.options.start == "paper":
             nn.init.normal_(self.f_proj.weight, std=0.02)
             nn.init.ones_(self.g_norm.weight)
@@ -152,8 +155,9 @@ class GatedSlotAttention(Mixer):
         )
         o = o.flatten(2)
         if paper:
-            o = self.g_norm(F.silu(o))
-        y = self.o_proj(o)
+            wide, weight = F.silu(o.to(_wide(x))), self.g_norm.weight
+            o = F.rms_norm(wide, weight.shape, weight.to(wide.dtype), NORM_EPS).to(o.dtype)
+        y = self.o_proj(o).to(x.dtype)
         if not keep_state:
             return y, None
         return y, GSALayerState(*slots, *self._counters(x, mask, cu_seqlens, state, important))
@@ -172,7 +176,7 @@ class GatedSlotAttention(Mixer):
         state: GSALayerState | None,
         packed: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """log_gate [B, T, H, M] of tokens at `index` [B or 1, T] of their documents, and who is important [B, T, H]."""
+        """log_gate [B, T, H, M] and who is important [B, T, H]; index [B or 1, T] of each token in its document."""
         opt, (B, T, _), H = self.options, x.shape, self.shape.num_kv_heads
         slot = torch.where(index < opt.sinks, index, opt.sinks + (index - opt.sinks) % opt.ring).clamp_min(0)
         value = torch.where(real, opt.floor, 0.0).to(_wide(x))
@@ -216,10 +220,11 @@ class GatedSlotAttention(Mixer):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[tuple[torch.Tensor, Rotary]]) -> dict[str, float]:
-        """Fit importance: ridge regression, on x, of the log attention a token gets from `ring` tokens later or more.
+        """Fit importance: ridge regression, on x, of the log attention a token gets `ring` tokens later or more.
 
-        The bias is then set so that memory_rate of the calibration tokens are important. Float64; deterministic.
-        Returns tokens, the share of variance explained and the share important, means over heads; {} without memory.
+        The bias is then set so that memory_rate of the calibration tokens are important. Float64, deterministic.
+        Returns the tokens, the share of variance explained and the share important, means over heads; {} if
+        there is no memory.
         """
         if not self.options.memory_slots:
             return {}
@@ -238,8 +243,8 @@ class GatedSlotAttention(Mixer):
         return {"tokens": float(len(scores)), "explained": explained, "important": rate}
 
     def _far_attention(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
-        """log mean attention [B, T, H] each token gets from `ring` later on, and which tokens have enough later [T]."""
-        opt, (B, T, _) = self.options, x.shape
+        """log mean attention [B, T, H] a token gets from `ring` later on, and which tokens have enough later [T]."""
+        opt, T = self.options, x.shape[1]
         q, k, _ = (t.to(_wide(x)) for t in self.project(x, rotary))
         q = q.unflatten(2, (self.shape.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, H, G, T, D]
         k = k.permute(0, 2, 3, 1).unsqueeze(2)  # [B, H, 1, D, T]
@@ -252,8 +257,8 @@ class GatedSlotAttention(Mixer):
         usable = (later >= max(1, min(FAR_QUERIES, (T - opt.ring) // 4))) & (j >= opt.sinks)
         if not usable.any():
             raise ValueError(
-                f"calibration rows have {T} tokens, too few to see past mixer.sinks {opt.sinks} and a ring of {opt.ring}; "
-                f"use rows of {2 * (opt.ring + opt.sinks) + FAR_QUERIES} or more"
+                f"calibration rows have {T} tokens, too few to see past mixer.sinks {opt.sinks} and a ring of "
+                f"{opt.ring}; use rows of {2 * (opt.ring + opt.sinks) + FAR_QUERIES} or more"
             )
         return (received / later.clamp_min(1) + 1e-6).log().transpose(1, 2), usable
 
@@ -286,10 +291,10 @@ class _Moments:
 
 
 def _straight_through(score: torch.Tensor, chosen: torch.Tensor, floor: float) -> torch.Tensor:
-    """log_gate: floor where chosen, else 0. Its gradient is that of log(1 - (1 - e^floor) sigmoid) at share 1 or 0.
+    """log_gate: floor where chosen, else 0; the gradient of log(1 - (1 - e^floor) w) to w, passed to sigmoid(score).
 
-    So the share written, 1 - exp(log_gate), moves with slope 1 - e^floor from either side; floor * w would
-    tell chosen tokens nothing, since their gate is saturated.
+    So the share written, 1 - exp(log_gate), moves with slope 1 - e^floor in w from either side. That of floor * w
+    would tell chosen tokens nothing, since their gate is saturated.
     """
     slope = torch.where(chosen, math.expm1(-floor), -math.expm1(floor)).to(score)
     soft = score.sigmoid()

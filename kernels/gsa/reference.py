@@ -13,6 +13,7 @@ Gamma_t[m] is the sum of log_gate since the document began; a slot never written
 Source: Zhang et al. 2024, arXiv:2409.07146; the mass is ours.
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,7 @@ def gsa_reference(
     """The loop above; arguments and results as `unsoftmax.kernels.gsa.chunked.gsa`."""
     if cu_seqlens is not None:
         ends, parts = cu_seqlens.tolist(), []
-        for n, (a, b) in enumerate(zip(ends, ends[1:])):
+        for n, (a, b) in enumerate(itertools.pairwise(ends)):
             one = None if state is None else GSAState(*(x[n : n + 1] for x in state))
             tokens = (x[:, a:b] for x in (q, k, v, log_gate))
             parts.append(gsa_reference(*tokens, scale=scale, mass=mass, state=one))

@@ -1,8 +1,8 @@
 """Softmax over a window and sinks: the control that every conversion is measured against. No new parameters.
 
-Linear time: queries go in blocks of `window` tokens; each block sees the sinks, the block before it and itself.
-Constant state: the sinks and the last `window` tokens. Rows and packed documents are cut into blocks alike, so
-that a block belongs to one document.
+Linear time: queries go in blocks of `window` tokens; each block sees the sinks, the block before it and
+itself. Constant state: the sinks and the last `window` tokens. Rows and packed documents are cut into blocks
+alike, so that a block belongs to one document.
 """
 
 from dataclasses import dataclass
@@ -29,7 +29,7 @@ class WindowOptions(MixerOptions):
 
 
 class WindowState(NamedTuple):
-    """First tokens [B, sinks, H, D], last tokens [B, window, H, D] (latest last), real tokens seen [B] int64."""
+    """First tokens [B, sinks, H, D], last ones [B, window, H, D] (latest last), tokens seen [B] int64."""
 
     sink_k: torch.Tensor
     sink_v: torch.Tensor
@@ -187,4 +187,4 @@ class WindowAttention(Mixer):
         )
         if mask is not None:
             o = o.gather(1, order.argsort(1)[:, :, None, None].expand_as(o))
-        return self.o_proj(o.flatten(2)), state if keep_state else None
+        return self.o_proj(o.flatten(2)).to(x.dtype), state if keep_state else None

@@ -6,7 +6,7 @@ Token i sees token j <= i of its document when i - j < window or j < sinks.
 import torch
 
 
-def window_reference(
+def window_attention_reference(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -14,10 +14,16 @@ def window_reference(
     window: int,
     sinks: int,
     scale: float | None = None,
+    lengths: torch.Tensor | None = None,
+    state: None = None,
     cu_seqlens: torch.Tensor | None = None,
-) -> torch.Tensor:
-    """o [B, T, HQ, E] of q [B, T, HQ, D], k [B, T, H, D], v [B, T, H, E]; float32 sums, float64 if q is."""
-    (B, T, HQ, D), H = q.shape, k.shape[2]
+) -> tuple[torch.Tensor, None]:
+    """Arguments and o as `unsoftmax.kernels.window.layer.window_attention`; whole documents only, so no state.
+
+    Sums are float32, or float64 if q is. What lies past `lengths` comes last, so no real token sees it.
+    """
+    T, HQ, D = q.shape[1:]
+    H = k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     t = torch.arange(T, device=q.device)
     start = torch.zeros_like(t)
@@ -29,4 +35,4 @@ def window_reference(
     keys, values = (x.to(wide).transpose(1, 2).unsqueeze(2) for x in (k, v))
     logit = rows @ keys.transpose(-1, -2) * (D**-0.5 if scale is None else scale)
     p = logit.masked_fill(~sees, -torch.inf).softmax(-1)
-    return (p @ values).permute(0, 3, 1, 2, 4).flatten(2, 3).to(v.dtype)
+    return (p @ values).permute(0, 3, 1, 2, 4).flatten(2, 3).to(v.dtype), None
