@@ -1,0 +1,406 @@
+"""PolySketch attention in blocks: linear time, any device, plain PyTorch.
+
+A document is cut into blocks of C tokens from its first token on. A block of queries meets the W newest keys
+(its own block and the W / C - 1 before it) and the first tokens ("sinks") with their exact weights, and
+everything older through one state
+
+    S = sum_j exp(gates after j) features(phi_k_j) [v_j, 1]        [F, E + 1]
+
+in which numerator and denominator travel together. A key passes from exact to sketched only when a block ends,
+in prefill and decode alike. Blocks of rows are laid out as tiles [rows, tiles, C]; a tile that starts a document
+starts with S = 0. Segments of tiles are recomputed in the backward pass, so that features and weights exist
+for one segment at a time.
+
+Source  PolySketchFormer, Kacham et al. 2024, arXiv:2310.01655 (block algorithm, exact local blocks).
+        reference.py has the weights one by one.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+from unsoftmax.kernels.polysketch.sketch import features, num_features, squared_norms
+
+SEGMENT = 512  # tokens whose features exist at once
+
+
+class PolySketchState(NamedTuple):
+    """What a document needs of its past. N documents; F = num_features(r); W = window; sums in float32.
+
+    The buffer holds the keys that are still exact: position p is token (seen // C - W / C + 1) C + p, zeros
+    where that token does not exist yet or never did.
+    """
+
+    S: torch.Tensor  # [N, H, F, E + 1]
+    k: torch.Tensor  # [N, W, H, D]
+    v: torch.Tensor  # [N, W, H, E]
+    phi_k: torch.Tensor  # [N, W, H, r]
+    log_gate: torch.Tensor  # [N, W, H]
+    sink_k: torch.Tensor  # [N, sinks, H, D]
+    sink_v: torch.Tensor  # [N, sinks, H, E]
+    seen: torch.Tensor  # [N] int64, tokens of the document so far
+
+
+class _Rule(NamedTuple):
+    degree: int
+    block: int
+    tiles: int  # W / C
+    softmax: bool
+    sinks: int
+    normaliser: float
+    gated: bool
+
+
+class _Layout(NamedTuple):
+    """Where tokens lie: n tiles a row, behind tiles - 1 tiles of older keys ("stream" order, L positions)."""
+
+    source: (
+        torch.Tensor | None
+    )  # [R, L], index into (buffer, new tokens, a zero); None when tokens just follow
+    position: torch.Tensor  # [R, L], index of the token in its document, -1 where there is none
+    document: torch.Tensor  # [R, n + tiles - 1], whose tile it is, -1 for nobody's
+    first: torch.Tensor  # [N], stream position of each document's token 0; negative when it has passed
+    place: (
+        torch.Tensor | None
+    )  # [R, T], position of the new tokens among the n tiles; None when they just follow
+    last: list[tuple[int, int]]  # (row, tile) of each document's open block
+    seen: torch.Tensor  # [N], tokens of each document after this call
+    buffered: int = 0  # tokens that the state's buffer puts before the new ones
+    packed: bool = False
+
+
+def polysketch(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    phi_q: torch.Tensor,
+    phi_k: torch.Tensor,
+    *,
+    degree: int = 4,
+    block: int = 256,
+    local: str = "power",
+    window: int | None = None,
+    sinks: int = 0,
+    far_scale: torch.Tensor | None = None,
+    offset: torch.Tensor | None = None,
+    log_gate: torch.Tensor | None = None,
+    normaliser: float = 0.0,
+    state: PolySketchState | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    lengths: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, PolySketchState]:
+    """Attention with exact weights near by and squared sketch products far away, causal.
+
+        near  (q_i . k_j + offset) ** degree, or exp(q_i . k_j) for local="softmax"
+        far   exp(far_scale) (phi_q_i . phi_k_j) ** 2
+        o_i = sum_j w_ij v_j / (normaliser + sum_j w_ij), 0 where no key has weight
+
+    Args:
+        q: [B, T, HQ, D]. Scale it beforehand; none is applied here.
+        k, v: [B, T, H, D] and [B, T, H, E].
+        phi_q, phi_k: [B, T, HQ, r] and [B, T, H, r], sketches of half the degree.
+        degree: power of the exact weights for local="power": even.
+        block: tokens a block.
+        local: "power" or "softmax".
+        window: most tokens that are exact at a time, a multiple of block; None means one block. A query sees from
+            window - block + 1 to window exact keys.
+        sinks: first tokens of a document, exact for good and untouched by log_gate.
+        far_scale: [HQ] or [B, T, HQ], natural log of a factor on far weights; None is 0.
+        offset: [HQ], added to the exact scores of local="power"; None is 0.
+        log_gate: [B, T, H], at most 0: what every older weight is multiplied by at a token, in natural log.
+        normaliser: c, added to the sum of weights. 0 averages; 1 is the published layer.
+        state: what an earlier call returned; None starts empty. Never changed.
+        cu_seqlens: [N + 1], documents packed in one row (B = 1); excludes state and lengths.
+        lengths: [B] int64, tokens of each row that are real; those after them are ignored, and their outputs 0.
+
+    Returns:
+        o [B, T, HQ, E] in v's dtype, and the state after the last token. Sums are float32 (float64 for float64 q).
+
+    Raises:
+        ValueError: a window that is no multiple of block, an odd degree, an unknown local, an offset with
+            local="softmax", cu_seqlens that do not run from 0 to T or come with state, lengths, or B > 1.
+    """
+    rule = _rule(degree, block, local, window, sinks, offset, normaliser, log_gate is not None)
+    B, T, H, D = k.shape
+    if cu_seqlens is not None:
+        if state is not None or lengths is not None or B > 1:
+            raise ValueError("cu_seqlens packs documents in one row (B = 1), without state and lengths")
+        layout = _packed(cu_seqlens, T, rule)
+    else:
+        layout = _rows(B, T, state, lengths, rule, k.device)
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if log_gate is None:
+        log_gate = torch.zeros(B, T, H, device=k.device, dtype=sums)
+    if far_scale is None or far_scale.dim() == 1:
+        far_scale = (q.new_zeros(q.shape[2]) if far_scale is None else far_scale).expand(B, T, -1)
+    fresh = _empty(layout, k, v, phi_k, rule, sums) if state is None else state
+    old = [None] * 4 if state is None else [state.k, state.v, state.phi_k, state.log_gate]
+    keys = [_laid(x, buffer, layout, rule) for x, buffer in zip((k, v, phi_k, log_gate), old)]
+    queries = [_laid(x, None, layout, rule)[:, rule.tiles - 1 :] for x in (q, phi_q, far_scale)]
+    sink = [_sinks(x, before, layout) for x, before in zip(keys, (fresh.sink_k, fresh.sink_v))]
+    with torch.autocast(q.device.type, enabled=False):
+        o, S = _walk(fresh.S.to(sums), queries, keys, sink, offset, layout, rule)
+    o = o[:, :T] if layout.place is None else _take(o, layout.place)
+    return o.to(v.dtype), PolySketchState(S, *_buffer(keys, layout, rule), *sink, layout.seen)
+
+
+def _rule(degree, block, local, window, sinks, offset, normaliser, gated) -> _Rule:
+    if local not in ("power", "softmax"):
+        raise ValueError(f"local is {local!r}; it must be 'power' or 'softmax'")
+    if degree % 2 or degree < 2:
+        raise ValueError(f"degree is {degree}; it must be even, such as 4")
+    window = block if window is None else window
+    if block < 1 or window < block or window % block:
+        raise ValueError(f"window is {window}; it must be a multiple of block {block}, such as {2 * block}")
+    if local == "softmax" and offset is not None:
+        raise ValueError("offset belongs to local='power'; softmax weights take none")
+    return _Rule(degree, block, window // block, local == "softmax", sinks, normaliser, gated)
+
+
+def _rows(B, T, state, lengths, rule, device) -> _Layout:
+    """One document a row, continued from the state's open block."""
+    C, older = rule.block, (rule.tiles - 1) * rule.block
+    if state is None and lengths is None:
+        n, t = -(-T // C), torch.arange(T, device=device)
+        position = functional.pad(t, (older, n * C - T), value=-1).expand(B, -1)
+        document = torch.arange(B, device=device)[:, None].expand(B, n + rule.tiles - 1)
+        first, seen = torch.full((B,), older, device=device), torch.full((B,), T, device=device)
+        return _Layout(None, position, document, first, None, [(b, T // C) for b in range(B)], seen)
+    before = torch.zeros(B, dtype=torch.int64, device=device) if state is None else state.seen
+    lengths = torch.full((B,), T, device=device) if lengths is None else lengths.to(device)
+    fill = before % C
+    n = -(-(T + (0 if state is None else C - 1)) // C)
+    at = torch.arange((n + rule.tiles - 1) * C, device=device).expand(B, -1)
+    new = at - older - fill[:, None]  # index of the new token at a stream position; negative in the buffer
+    position = before[:, None] + new
+    position = torch.where((position >= 0) & (new < lengths[:, None]), position, -1)
+    buffered = 0 if state is None else older + C
+    source = torch.where(new < 0, at, buffered + new).where(position >= 0, buffered + T)
+    document = torch.arange(B, device=device)[:, None].expand(B, n + rule.tiles - 1)
+    place = fill[:, None] + torch.arange(T, device=device)
+    last = list(enumerate(((fill + lengths) // C).tolist()))
+    return _Layout(source, position, document, older + fill - before, place, last, before + lengths, buffered)
+
+
+def _packed(cu_seqlens, T, rule) -> _Layout:
+    """Documents one after another in one row, each from a tile of its own; the last tile is never full."""
+    C, device = rule.block, cu_seqlens.device
+    cuts = cu_seqlens.tolist()
+    if cuts[0] != 0 or cuts[-1] != T or any(a > b for a, b in zip(cuts[:-1], cuts[1:])):
+        raise ValueError(f"cu_seqlens is {cuts}; it must run from 0 to T = {T} without decreasing")
+    sizes = [b - a for a, b in zip(cuts[:-1], cuts[1:])]
+    tiles = [size // C + 1 for size in sizes]
+    first = torch.tensor([0, *tiles], device=device).cumsum(0)
+    document = torch.repeat_interleave(torch.tensor(tiles, device=device))
+    document = functional.pad(document, (rule.tiles - 1, 0), value=-1)[None]
+    t = torch.arange(T, device=device)
+    doc = torch.repeat_interleave(torch.tensor(sizes, device=device))
+    index = t - cu_seqlens.long()[doc]
+    place, older = first[doc] * C + index, (rule.tiles - 1) * C
+    L = document.shape[1] * C
+    position = torch.full((L,), -1, device=device).scatter(0, older + place, index)[None]
+    source = torch.full((L,), T, device=device).scatter(0, older + place, t)[None]
+    last = [(0, start + size // C) for start, size in zip(first.tolist(), sizes)]
+    seen = torch.tensor(sizes, device=device)
+    return _Layout(source, position, document, older + first[:-1] * C, place[None], last, seen, packed=True)
+
+
+def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """x [R, L, ...] at index [R, n] of its second dimension."""
+    return x[torch.arange(len(x), device=x.device)[:, None], index]
+
+
+def _laid(x: torch.Tensor, buffer: torch.Tensor | None, layout: _Layout, rule: _Rule) -> torch.Tensor:
+    """Tokens [B, T, ...] in stream order, [R, n + tiles - 1, C, ...], zeros where there is none."""
+    if layout.source is None:
+        older = (rule.tiles - 1) * rule.block
+        after = layout.position.shape[1] - older - x.shape[1]
+        laid = functional.pad(x, (0, 0) * (x.dim() - 2) + (older, after))
+    else:
+        parts = [x, torch.zeros_like(x[:, :1])]
+        if layout.buffered:
+            parts.insert(
+                0,
+                x.new_zeros(len(x), layout.buffered, *x.shape[2:]) if buffer is None else buffer.to(x.dtype),
+            )
+        laid = _take(torch.cat(parts, 1), layout.source)
+    return laid.unflatten(1, (-1, rule.block))
+
+
+def _empty(layout, k, v, phi_k, rule, sums) -> PolySketchState:
+    """The state before the first token: S and the sinks for each row and document."""
+    N, H, E = len(layout.seen), k.shape[2], v.shape[-1]
+    S = torch.zeros(
+        len(layout.position), H, num_features(phi_k.shape[-1]), E + 1, dtype=sums, device=k.device
+    )
+    sink_k, sink_v = (x.new_zeros(N, rule.sinks, H, x.shape[-1]) for x in (k, v))
+    return PolySketchState(S, k, v, phi_k, k, sink_k, sink_v, layout.seen)
+
+
+def _rows_of(layout: _Layout) -> torch.Tensor:
+    return torch.tensor([row for row, _ in layout.last], device=layout.position.device)[:, None]
+
+
+def _sinks(x: torch.Tensor, before: torch.Tensor, layout: _Layout) -> torch.Tensor:
+    """The first tokens of each document, [N, sinks, H, size]: those of this call, else those from before."""
+    index = torch.arange(before.shape[1], device=x.device)
+    at = (layout.first[:, None] + index).clamp(0, layout.position.shape[1] - 1)
+    here = layout.position[_rows_of(layout), at] == index
+    return torch.where(here[..., None, None], x.flatten(1, 2)[_rows_of(layout), at], before.to(x.dtype))
+
+
+def _buffer(keys: list[torch.Tensor], layout: _Layout, rule: _Rule) -> list[torch.Tensor]:
+    """The window that ends with each document's open block, [N, W, ...]."""
+    C, rows = rule.block, _rows_of(layout)
+    start = torch.tensor([tile * C for _, tile in layout.last], device=rows.device)[:, None]
+    at = start + torch.arange(rule.tiles * C, device=rows.device)
+    inside = at.clamp(max=layout.position.shape[1] - 1)
+    token = layout.position[rows, inside]
+    open_block = torch.div(layout.seen, C, rounding_mode="floor")[:, None] * C
+    wanted = open_block - (rule.tiles - 1) * C + torch.arange(rule.tiles * C, device=rows.device)
+    here = (token == wanted) & (at == inside)
+    kept = (x.flatten(1, 2)[rows, inside] for x in keys)
+    return [x.masked_fill(~here.view(*here.shape, *(1,) * (x.dim() - 2)), 0) for x in kept]
+
+
+def _walk(S, queries, keys, sink, offset, layout, rule):
+    """Segment by segment over the tiles; o [R, n C, HQ, E] and S [N, H, F, E + 1] before each open block."""
+    n, older = queries[0].shape[1], rule.tiles - 1
+    document = layout.document[:, older:]
+    same = layout.document.unfold(1, rule.tiles, 1) == document[..., None]
+    keep = functional.pad(document[:, 1:] == document[:, :-1], (1, 0), value=True)
+    position = layout.position.unflatten(1, (-1, rule.block))
+    outputs, finals = [], {}
+    step = max(1, SEGMENT // rule.block)
+    for a in range(0, n, step):
+        b = min(a + step, n)
+        here = {
+            d: (row, tile - a) for d, (row, tile) in enumerate(layout.last) if a <= tile < b or tile == b == n
+        }
+        inputs = (
+            [x[:, a:b] for x in queries],
+            [x[:, a : b + older] for x in (*keys, position)],
+            [x[document[:, a:b]] for x in sink],
+            (same[:, a:b], keep[:, a:b] if layout.packed else None),
+        )
+        arguments = (S, *inputs, offset, rule, list(here.values()))
+        if torch.is_grad_enabled() and any(x.requires_grad for x in (S, *queries, *keys)):
+            o, S, *picked = checkpoint(_segment, *arguments, use_reentrant=False, preserve_rng_state=False)
+        else:
+            o, S, *picked = _segment(*arguments)
+        outputs.append(o)
+        finals.update(zip(here, picked))
+    return torch.cat(outputs, 1), torch.stack([finals[d] for d in range(len(layout.last))])
+
+
+def _segment(S, queries, keys, sink, masks, offset, rule, wanted):
+    """n tiles: o [R, n C, HQ, E], the state after them, and the states that are wanted, each [H, F, E + 1]."""
+    (q, phi_q, far_scale), (k, v, phi_k, gate, position), (same, keep) = queries, keys, masks
+    n, C, W, H = q.shape[1], rule.block, rule.tiles * rule.block, k.shape[3]
+    near_k, near_v, near_phi, near_gate, near = (
+        torch.cat([x[:, i : i + n] for i in range(rule.tiles)], 2) for x in (k, v, phi_k, gate, position)
+    )
+    mine = same.repeat_interleave(C, 2)
+    token = near.where(mine, -1)  # [R, n, W]
+    ones = torch.ones_like(near_v[..., :1])
+    values = torch.cat((near_v, ones), -1).to(S.dtype).transpose(2, 3)  # [R, n, H, W, E + 1]
+
+    total = _running(near_gate, mine) if rule.gated else None
+    left = values[:, :, :, :C].where((token[:, :, :C] >= rule.sinks)[:, :, None, :, None], 0)
+    if total is not None:
+        left = left * (total[..., -1:] - total[..., :C]).exp().to(S.dtype)[..., None]
+        decay = (total[..., -1] - _before_tile(total, C)).exp().to(S.dtype)[..., None, None]
+    phi_old = near_phi[:, :, :C].to(S.dtype).transpose(2, 3)
+    added = features(phi_old, weighted=True).transpose(-1, -2) @ left  # [R, n, H, F, E + 1]
+    states = []
+    for i, new in enumerate(added.unbind(1)):
+        if keep is not None:
+            S = S.where(keep[:, i, None, None, None], 0)
+        states.append(S)
+        S = (S if total is None else S * decay[:, i]) + new
+    index = torch.arange(rule.sinks, device=q.device).expand(*token.shape[:2], -1)
+    column = torch.cat((index, token.where(token >= rule.sinks, torch.iinfo(torch.int64).max)), 2)
+    allowed = column.unsqueeze(2) <= position[:, rule.tiles - 1 :].unsqueeze(3)  # [R, n, C, sinks + W]
+    exact_k = torch.cat((sink[0], near_k), 2).to(S.dtype).transpose(2, 3)
+    sink_values = torch.cat((sink[1], torch.ones_like(sink[1][..., :1])), -1).to(S.dtype).transpose(2, 3)
+    exact_v = torch.cat((sink_values, values), 3)
+    q, phi_q = (x.to(S.dtype).unflatten(3, (H, -1)).permute(0, 1, 3, 4, 2, 5) for x in (q, phi_q))
+    far_scale = far_scale.to(S.dtype).unflatten(3, (H, -1)).permute(0, 1, 3, 4, 2)  # [R, n, H, G, C]
+    near_gate = far_gate = None
+    if total is not None:
+        near_gate, far_gate = _gates(total, allowed, rule)
+        far_scale = far_scale + far_gate.to(S.dtype).unsqueeze(3)
+    far, mass, live = _far(torch.stack(states, 1), phi_q)
+    score = (q.flatten(3, 4) @ exact_k.transpose(-1, -2)).unflatten(3, q.shape[3:5])
+    weight, top = _near(
+        score, allowed[:, :, None, None], offset, (far_scale + mass.log()).where(live, -torch.inf), rule
+    )
+    if near_gate is not None:
+        weight = weight * near_gate.to(S.dtype).unsqueeze(3)
+    # the clamp matters only to a far mass below the smallest float
+    factor = (far_scale - top).clamp(max=80.0).exp().where(live, 0)
+    sums = (weight.flatten(3, 4) @ exact_v).unflatten(3, q.shape[3:5]) + far * factor.unsqueeze(-1)
+    whole = sums[..., -1:]
+    if rule.normaliser:
+        whole = whole + rule.normaliser * (-top).clamp(max=80.0).exp().unsqueeze(-1)
+    o = (sums[..., :-1] / whole.where(whole > 0, 1)).where(whole > 0, 0)
+    ends = [*states, S]
+    return (
+        o.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2),
+        S,
+        *(ends[tile][row] for row, tile in wanted),
+    )
+
+
+def _running(gate: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
+    """Sum of log gates over the window up to each token, [R, n, H, W]; float64, since only differences are used."""
+    return gate.double().where(mine.unsqueeze(-1), 0).cumsum(2).transpose(2, 3)
+
+
+def _before_tile(total: torch.Tensor, C: int) -> torch.Tensor:
+    return total[..., -C - 1] if total.shape[-1] > C else torch.zeros_like(total[..., -1])
+
+
+def _gates(total, allowed, rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """What gates leave of each exact weight, [R, n, H, C, sinks + W], and the log of it for the far sum."""
+    row = total[..., -rule.block :]
+    passed = functional.pad(row.unsqueeze(-1) - total.unsqueeze(-2), (rule.sinks, 0))
+    return passed.where(allowed.unsqueeze(2), 0).exp(), row - _before_tile(total, rule.block).unsqueeze(-1)
+
+
+def _far(S: torch.Tensor, phi_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Sums over older keys [R, n, H, G, C, E + 1], their mass, and where that mass is more than rounding.
+
+    The exact mass is at most |phi_q|^2 sum_j |phi_k_j|^2 and never negative; rounding leaves a multiple of eps
+    times that bound, of either sign, where no key has weight.
+    """
+    far = (features(phi_q.flatten(3, 4)) @ S).unflatten(3, phi_q.shape[3:5])
+    mass = far[..., -1]
+    with torch.no_grad():
+        norms = S[..., squared_norms(phi_q.shape[-1], S.device), -1].sum(-1)[..., None, None]
+        live = mass > 16 * torch.finfo(S.dtype).eps * norms * phi_q.square().sum(-1)
+    return far, mass.detach().where(live, 1), live
+
+
+def _near(score, allowed, offset, far_mass, rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact weights, 0 where not allowed, and the log of the factor that a row was divided by, [R, n, H, G, C]."""
+    if rule.softmax:
+        top = score.detach().masked_fill(~allowed, -torch.inf).amax(-1)
+        top = torch.maximum(top, far_mass.detach())
+        top = top.where(top > -torch.inf, 0)
+        return (score - top.unsqueeze(-1)).masked_fill(~allowed, -torch.inf).exp(), top
+    if offset is not None:
+        score = score + offset.to(score.dtype).view(score.shape[2:4])[..., None, None]
+    return _power(score, rule.degree).where(allowed, 0), torch.zeros_like(score[..., 0])
+
+
+def _power(x: torch.Tensor, degree: int) -> torch.Tensor:
+    """x to an even power by squaring: many times faster than pow."""
+    square = x * x
+    if degree == 2:
+        return square
+    return _power(square, degree // 2) if degree % 4 == 0 else square * _power(square, degree // 2 - 1)
