@@ -71,7 +71,9 @@ def token_ids(tokenizer: Any, documents: Iterable[str], limit: int | None = None
         raise ValueError("the tokenizer has no eos token, which ends each document; set eos_token")
     ids: list[int] = []
     for document in documents:
-        ids += tokenizer(document, add_special_tokens=False, verbose=False).input_ids + [tokenizer.eos_token_id]
+        ids += tokenizer(document, add_special_tokens=False, verbose=False).input_ids + [
+            tokenizer.eos_token_id
+        ]
         if limit is not None and len(ids) >= limit:
             return ids[:limit]
     return ids
@@ -127,7 +129,10 @@ def measure(
     losses, start, said = [], time.monotonic(), time.monotonic()
     try:
         for part in rows.split(batch):
-            with torch.no_grad(), torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None):
+            with (
+                torch.no_grad(),
+                torch.autocast(device.type, dtype or torch.bfloat16, enabled=dtype is not None),
+            ):
                 losses.append(_token_nll(model, part.to(device)).cpu())
             if progress and time.monotonic() - said > 5:
                 said, done = time.monotonic(), sum(map(len, losses))

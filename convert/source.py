@@ -21,9 +21,10 @@ import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig
 
+from unsoftmax.convert.config import CONVERTED_CONFIGS, ROPE_TYPES
+
 SOURCE_CONFIGS: dict[str, type[PretrainedConfig]] = {"llama": LlamaConfig, "mistral": MistralConfig}
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM"}
-ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 
 DTYPES = {  # safetensors' names
     "F64": torch.float64,
@@ -93,7 +94,8 @@ class Source:
     @functools.cached_property
     def config(self) -> PretrainedConfig:
         """The source's configuration as transformers reads it."""
-        return SOURCE_CONFIGS[self.family].from_pretrained(self.folder)
+        known = SOURCE_CONFIGS | {config.model_type: config for config in CONVERTED_CONFIGS.values()}
+        return known[self.family].from_pretrained(self.folder)
 
     @functools.cached_property
     def files(self) -> tuple[str, ...]:
@@ -151,18 +153,19 @@ class Source:
         return whole.hexdigest()
 
 
-def open_source(name: str | Path, *, allow_pickle: bool = False) -> Source:
+def open_source(name: str | Path, *, allow_pickle: bool = False, converted: bool = False) -> Source:
     """Open and check a source checkpoint.
 
     Args:
         name: a folder, or a hub id such as "HuggingFaceTB/SmolLM2-135M".
         allow_pickle: also read `.bin` files, weights only; without it they are refused.
+        converted: it is a folder that we wrote ourselves, whose configuration is of the converted class.
 
     Raises:
         ValueError: for everything that makes it no Llama or Mistral checkpoint we can convert.
     """
     folder = _folder(str(name))
-    config = read_config(folder)
+    config = _json(folder / "config.json") if converted else read_config(folder)
     entries = _entries(folder, allow_pickle)
     companions = sorted({p.name for pattern in COMPANIONS for p in folder.glob(pattern) if p.is_file()})
     companions = [n for n in companions if not n.endswith(WEIGHT_SUFFIXES)]
@@ -185,7 +188,9 @@ def _folder(name: str) -> Path:
         return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
     except Exception as error:  # the hub client raises many kinds, and all mean the same to the user
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ValueError(f"{name}: there is no such folder, and it cannot be had from the hub: {first}") from error
+        raise ValueError(
+            f"{name}: there is no such folder, and it cannot be had from the hub: {first}"
+        ) from error
 
 
 # ---- config.json
@@ -219,7 +224,9 @@ def _json(path: Path) -> dict[str, Any]:
 def _check_family(path: Path, config: dict[str, Any]) -> None:
     family, known = config.get("model_type"), ", ".join(SOURCE_CONFIGS)
     if str(family).startswith("unsoftmax_"):
-        raise ValueError(f"{path}: model_type is {family!r}: this checkpoint is converted already; give its source")
+        raise ValueError(
+            f"{path}: model_type is {family!r}: this checkpoint is converted already; give its source"
+        )
     if family not in SOURCE_CONFIGS:
         raise ValueError(f"{path}: model_type is {family!r}, which cannot be converted; there are: {known}")
     named = config.get("architectures") or [ARCHITECTURES[family]]
@@ -285,9 +292,13 @@ def read_header(path: Path) -> dict[str, Entry]:
     entries = {}
     for key, item in header.items():
         if item["dtype"] not in DTYPES:
-            raise ValueError(f"{path}: {key} is stored as {item['dtype']}; it must be one of {', '.join(DTYPES)}")
+            raise ValueError(
+                f"{path}: {key} is stored as {item['dtype']}; it must be one of {', '.join(DTYPES)}"
+            )
         begin, end = item["data_offsets"]
-        entries[key] = Entry(path.name, DTYPES[item["dtype"]], tuple(item["shape"]), 8 + length + begin, end - begin)
+        entries[key] = Entry(
+            path.name, DTYPES[item["dtype"]], tuple(item["shape"]), 8 + length + begin, end - begin
+        )
         if entries[key].num_bytes != DTYPES[item["dtype"]].itemsize * torch.Size(item["shape"]).numel():
             raise ValueError(f"{path}: {key} of shape {item['shape']} takes {end - begin} bytes; {again}")
     needed = max((e.start + e.num_bytes for e in entries.values() if e.start is not None), default=8 + length)
@@ -328,7 +339,9 @@ def _indexed(folder: Path, index: Path, header: Callable[[Path], dict[str, Entry
             raise ValueError(f"{index}: weight_map names {shard!r}; a shard must lie beside the index")
     missing = [shard for shard in shards if not (folder / shard).is_file()]
     if missing:
-        raise ValueError(f"{index}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing[:3])}")
+        raise ValueError(
+            f"{index}: {len(missing)} of {len(shards)} shards are missing: {', '.join(missing[:3])}"
+        )
     found: dict[str, Entry] = {}
     for shard in shards:
         for key, entry in header(folder / shard).items():
@@ -365,5 +378,7 @@ def _pickle_header(path: Path) -> dict[str, Entry]:
     for key, value in state.items():
         if not isinstance(value, torch.Tensor) or value.dtype not in DTYPE_NAMES:
             raise ValueError(f"{path}: {key} is no dense tensor; only tables of tensors can be converted")
-        entries[key] = Entry(path.name, value.dtype, tuple(value.shape), None, value.numel() * value.dtype.itemsize)
+        entries[key] = Entry(
+            path.name, value.dtype, tuple(value.shape), None, value.numel() * value.dtype.itemsize
+        )
     return entries

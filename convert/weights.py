@@ -8,6 +8,7 @@ for, or the conversion is refused with its name. Copying holds one piece of one 
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import struct
@@ -20,27 +21,23 @@ from typing import Any
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
+from unsoftmax.convert.config import HARMLESS_FIELDS
 from unsoftmax.convert.source import DTYPE_NAMES, INDEX, PIECE_BYTES, SINGLE, Source
 from unsoftmax.kernels.mixer import SOURCE_PROJECTIONS, Mixer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
-# Fields of config.json that say how the file was written rather than what the model is.
-REWRITTEN = {
-    "model_type": "the converted class",
-    "architectures": "the converted class",
-    "auto_map": "the code in the output folder",
-    "transformers_version": "the version that writes",
-    "torch_dtype": "now spelled dtype",
-    "dtype": "now spelled dtype",
-    "rope_theta": "kept, in both spellings",
-    "rope_scaling": "kept, in both spellings",
-    "rope_parameters": "kept, in both spellings",
-    "use_cache": "a state instead of a cache",
-    "_name_or_path": "recorded in provenance.json",
-    "_attn_implementation": "chosen when the model is loaded",
-    "_attn_implementation_autoset": "chosen when the model is loaded",
-    "attn_implementation": "chosen when the model is loaded",
+# Fields of config.json whose spelling may change while what they say stays.
+RESPELT = {
+    "torch_dtype": "dtype is its name now",
+    "dtype": "written as it is stored",
+    "rope_theta": "written in both spellings",
+    "rope_scaling": "written in both spellings",
+    "rope_parameters": "written in both spellings",
+    "use_cache": "a state takes the cache's place",
+    "_attn_implementation_autoset": "chosen on loading",
+    "_attn_implementation": "chosen on loading",
+    "attn_implementation": "chosen on loading",
 }
 
 
@@ -136,17 +133,27 @@ def plan_weights(source: Source, config: PretrainedConfig, model: PreTrainedMode
     new = _declared_new(model)
     tied = bool(config.tie_word_embeddings) and HEAD in target
     derived = {HEAD: f"tied to {EMBEDDING}"} if tied else {}
-    unused = {key: _reason_unused(source, key, tied) for key in source.entries if key not in target or key in derived}
+    unused = {
+        key: _reason_unused(source, key, tied)
+        for key in source.entries
+        if key not in target or key in derived
+    }
     copied = tuple(key for key in source.entries if key not in unused)
     where = source.folder
     for key in target.keys() - set(copied) - derived.keys() - new.keys():
-        raise ValueError(f"{where}: no shard holds {key}, which a {source.family} checkpoint of this config.json has")
+        raise ValueError(
+            f"{where}: no shard holds {key}, which a {source.family} checkpoint of this config.json has"
+        )
     for key in new.keys() & set(copied):
-        raise ValueError(f"{where / source.entries[key].file}: holds {key}, which the mixer adds; is it converted?")
+        raise ValueError(
+            f"{where / source.entries[key].file}: holds {key}, which the mixer adds; is it converted?"
+        )
     for key in copied:
         if source.entries[key].shape != target[key]:
             file, shape = where / source.entries[key].file, source.entries[key].shape
-            raise ValueError(f"{file}: {key} is {_by(shape)}, and by config.json it must be {_by(target[key])}")
+            raise ValueError(
+                f"{file}: {key} is {_by(shape)}, and by config.json it must be {_by(target[key])}"
+            )
     carried, changed = account_for_fields(source.folder / "config.json", source.raw_config, config.to_dict())
     files = _layout(source, copied, new)
     return Plan(copied, derived, new, unused, files, target, carried, changed)
@@ -194,15 +201,19 @@ def account_for_fields(
     """config.json's fields: those carried, and those rewritten with the reason; ValueError names a lost one."""
     carried, changed = [], {}
     for name, value in raw.items():
-        if name in REWRITTEN:
-            changed[name] = REWRITTEN[name]
+        if name in RESPELT:
+            changed[name] = RESPELT[name]
+        elif name in HARMLESS_FIELDS:
+            changed[name] = "says how the file was written"
         elif name in converted and converted[name] == value:
             carried.append(name)
         elif value is None:
             changed[name] = "null, which means the default"
         else:
             got = repr(converted[name]) if name in converted else "nothing"
-            raise ValueError(f"{path}: {name} is {value!r}, and the converted model would have {got}; remove the field")
+            raise ValueError(
+                f"{path}: {name} is {value!r}, and the converted model would have {got}; remove the field"
+            )
     return tuple(carried), changed
 
 
@@ -229,7 +240,9 @@ def _layout(source: Source, copied: tuple[str, ...], new: dict[str, New]) -> dic
 def _output_name(file: str, how_many: int) -> str:
     if how_many == 1:
         return SINGLE
-    return re.sub(r"^pytorch_model", "model", file.removesuffix(".bin")) + (".safetensors" if file.endswith(".bin") else "")
+    return re.sub(r"^pytorch_model", "model", file.removesuffix(".bin")) + (
+        ".safetensors" if file.endswith(".bin") else ""
+    )
 
 
 def write_weights(
@@ -289,11 +302,18 @@ def _write_safetensors(path: Path, items: list[tuple]) -> Iterator[int]:
         f.write(struct.pack("<Q", len(text)) + text)
         for key, origin, _, _, pieces in items:
             for piece in pieces:
-                if piece.is_floating_point() and not piece.isfinite().all():
-                    raise ValueError(f"{origin}: {key} holds NaN or inf; a checkpoint must be finite to be converted")
+                if piece.is_floating_point() and not _finite(piece):
+                    raise ValueError(
+                        f"{origin}: {key} holds NaN or inf; a checkpoint must be finite to be converted"
+                    )
                 yield f.write(memoryview(piece.view(torch.uint8).numpy()))
         f.flush()
         os.fsync(f.fileno())
+
+
+def _finite(piece: torch.Tensor) -> bool:
+    low, high = piece.aminmax()  # NaN wins in both; twenty times faster than isfinite on bf16
+    return math.isfinite(low.item()) and math.isfinite(high.item())
 
 
 def differing_copies(source: Source, plan: Plan, written: Source) -> list[str]:

@@ -86,7 +86,9 @@ def test_without_recall_tokens_the_record_says_null():
 
 def test_the_loss_is_the_model_s_own_and_the_mode_is_left_as_it_was():
     torch.manual_seed(0)
-    config = LlamaConfig(hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32)
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=32
+    )
     model = LlamaForCausalLM(config).train()
     rows = torch.randint(32, (3, 40))
     m = measure(model, rows, batch=2)
