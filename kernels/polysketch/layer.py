@@ -112,7 +112,8 @@ class PolySketchAttention(Mixer):
             self.sketch = ExactSketch()
         else:
             self.sketch = RandomSketch(options.sketch, options.degree, D + 1, options.sketch_size)
-        self.reset_new_parameters()
+        if not self.offset.is_meta:  # a model about to be loaded is built without storage
+            self.reset_new_parameters()
 
     @torch.no_grad()
     def reset_new_parameters(self) -> None:
