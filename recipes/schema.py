@@ -90,7 +90,7 @@ class Data:
     """Tokens in one row. A row is filled with documents; a long one goes on in the next row."""
 
     pack: Literal["documents", "stream"] = "documents"
-    """documents: those in one row never see each other. stream: a row is plain text with end-of-text tokens."""
+    """documents: those in one row never see each other. stream: a row is plain text, ends of text marked."""
 
     shuffle_documents: int = 1024
     """Documents held back to draw the next one from; 1 keeps the sources' order."""
@@ -100,9 +100,7 @@ class Data:
         _need(
             self.context_tokens >= 2, "data.context_tokens", self.context_tokens, "at least 2, such as 2048"
         )
-        _need(
-            self.shuffle_documents >= 1, "data.shuffle_documents", self.shuffle_documents, "at least 1"
-        )
+        _need(self.shuffle_documents >= 1, "data.shuffle_documents", self.shuffle_documents, "at least 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,22 +201,8 @@ class Train:
 
 
 @dataclasses.dataclass(frozen=True)
-class Eval:
-    """What `unsoftmax-eval` runs when its options do not say otherwise."""
-
-    suite: Literal["paper", "core", "recall", "long"] = "core"
-    """A named set of tasks with fixed shots."""
-
-    limit: int | None = None
-    """Items scored of each task; null scores all."""
-
-    def __post_init__(self) -> None:
-        _need(self.limit is None or self.limit >= 1, "eval.limit", self.limit, "null or at least 1")
-
-
-@dataclasses.dataclass(frozen=True)
 class Recipe:
-    """One run from checkpoint to score."""
+    """One run: what is converted to what, and how it is trained."""
 
     source: str
     """The checkpoint the recipe is for: a hub id, or a name that `unsoftmax fetch` knows."""
@@ -232,7 +216,6 @@ class Recipe:
     calibration: Calibration = Calibration()
     data: Data = Data()
     train: Train = Train()
-    eval: Eval = Eval()
 
     def __post_init__(self) -> None:
         _need(self.source != "", "source", "empty", "a hub id or a known name, such as smollm2-135m")
