@@ -1,4 +1,4 @@
-"""Every test: seeded, on the GPU if there is one, with torch.empty full of NaN so that nothing unwritten is read."""
+"""Every test: seeded, on the GPU if there is one, torch.empty full of NaN so nobody reads what was not written."""
 
 import os
 

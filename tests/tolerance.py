@@ -16,10 +16,10 @@ def relative_error(x: torch.Tensor, gold: torch.Tensor) -> float:
 
 
 def assert_as_good_as(name: str, ours: torch.Tensor, plain: torch.Tensor, gold: torch.Tensor) -> None:
-    """ours: the fast form; plain: the parallel form in the same dtype, gates and sums in float32; gold: in float64.
+    """ours: the fast form; plain: the parallel one in its dtype, gates and sums in float32; gold: in float64.
 
     Allowed is twice the error of plain or the dtype's floor, whichever is more, and never more than its cap.
-    Float64 is checked for its maths, so its cap is all that is asked.
+    Fewer than 64 numbers make no statistic, so for them the cap alone holds. Float64 is checked for its maths, so its cap is all that is asked.
     """
     assert ours.shape == gold.shape, f"{name}: shape {tuple(ours.shape)}, not {tuple(gold.shape)}"
     assert gold.dtype == torch.float64, f"{name}: gold is {gold.dtype}, not float64"
@@ -29,6 +29,6 @@ def assert_as_good_as(name: str, ours: torch.Tensor, plain: torch.Tensor, gold: 
         assert not ours.any(), f"{name}: {ours.abs().max():.1e} where exactly 0 is right"
         return
     error, allowed = relative_error(ours, gold), CAPS[ours.dtype]
-    if ours.dtype != torch.float64:
+    if ours.dtype != torch.float64 and ours.numel() >= 64:
         allowed = min(allowed, max(2 * relative_error(plain, gold), FLOORS[ours.dtype]))
     assert error <= allowed, f"{name}: relative error {error:.1e}, allowed {allowed:.1e}"

@@ -44,7 +44,8 @@ def gsa(
         q: [B, T, HQ, D]. Query head h reads key/value head h // (HQ // H).
         k, v: [B, T, H, D] and [B, T, H, E].
         log_gate: [B, T, H, M], natural log of what each slot keeps, at most 0; float32 (a bfloat16 gate
-            has lost every half-life over 300 tokens). A token whose gates are all 0 leaves no trace in the slots.
+            has lost every half-life over 300 tokens). A token whose gates are all 0 leaves
+            no trace in the slots.
         scale: of q k; None means D ** -0.5.
         mass: divide slots by their mass and leave empty ones out.
         state: the slots before the first token; None starts empty. Not changed.
@@ -61,7 +62,7 @@ def gsa(
     _check(q, k, v, log_gate, cu_seqlens)
     (B, T, HQ, D), (H, E), M = q.shape, v.shape[2:], log_gate.shape[-1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scale = D**-0.5 if scale is None else scale
+    factor = D**-0.5 if scale is None else scale
     C = 1 if T == 1 else chunk  # decoding: a chunk of one
     lengths = [T] if cu_seqlens is None else cu_seqlens.diff().tolist()
     N = B if cu_seqlens is None else len(lengths)
@@ -83,7 +84,7 @@ def gsa(
             S, kept = q.new_zeros(N, H, M, D + E, dtype=dtype), q.new_zeros(N, H, M, dtype=dtype)
         else:
             S, kept = torch.cat((state.k, state.v), -1).to(dtype), state.log_kept.to(dtype)
-        o, S, kept = _segments(tiled_q * scale, kv, g, S, kept, tiles, cu_seqlens is not None, mass)
+        o, S, kept = _segments(tiled_q * factor, kv, g, S, kept, tiles, cu_seqlens is not None, mass)
     o = o[:, :T] if index is None else o.index_select(1, index)
     return o.to(v.dtype), GSAState(S[..., :D], S[..., D:], kept)
 
@@ -103,7 +104,7 @@ def _segments(q, kv, g, S, kept, tiles: Sequence[int], packed: bool, mass: bool)
     if starts:
         ends[n - 1] = list(starts.values())[-1]
     here = (S[:1], kept[:1]) if packed else (S, kept)
-    first, final, out = (S, kept), [*zip(S.split(1), kept.split(1))] if packed else None, []
+    first, final, out = (S, kept), [*zip(S.split(1), kept.split(1))], []
     for a in range(0, n, step):
         b = min(a + step, n)
         inside = {t - a: doc for t, doc in starts.items() if a <= t < b}
@@ -161,7 +162,7 @@ def _segment(q, kv, g, S, kept, first_S, first_kept, starts: dict[int, int], lea
 
 
 class _Kept(torch.autograd.Function):
-    """exp(g) and -expm1(g). Autograd takes the slope of expm1 as 1 + expm1, which has lost e^g where g is -9."""
+    """exp(g) and -expm1(g). Autograd's slope of expm1, 1 + expm1, has lost e^g where g is -9."""
 
     @staticmethod
     def forward(ctx, g: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

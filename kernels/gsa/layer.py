@@ -110,7 +110,7 @@ class GatedSlotAttention(Mixer):
 
     @torch.no_grad()
     def reset_new_parameters(self) -> None:
-        """f_proj normal, 0.02; g_norm ones; importance such that memory_rate of x of unit RMS are important."""
+        """f_proj normal, 0.02; g_norm ones; importance picks memory_rate of random x of unit RMS."""
         if self.options.start == "paper":
             nn.init.normal_(self.f_proj.weight, std=0.02)
             nn.init.ones_(self.g_norm.weight)
@@ -139,7 +139,7 @@ class GatedSlotAttention(Mixer):
             log_gate = self._soft_gates(x, mask)
         else:
             seen = None if state is None else state.seen
-            index = token_index(mask, cu_seqlens, seen, x.shape[:2], x.device)
+            index = token_index(mask, cu_seqlens, seen, (x.shape[0], x.shape[1]), x.device)
             real = torch.ones_like(index, dtype=torch.bool) if mask is None else mask.bool()
             log_gate, important = self._ring_gates(x, index, real, state, packed=cu_seqlens is not None)
         slots = None if state is None else GSAState(*state[:3])
@@ -176,7 +176,7 @@ class GatedSlotAttention(Mixer):
         state: GSALayerState | None,
         packed: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """log_gate [B, T, H, M] and who is important [B, T, H]; index [B or 1, T] of each token in its document."""
+        """log_gate [B, T, H, M] and who is important [B, T, H]; index [B or 1, T] as of token_index."""
         opt, (B, T, _), H = self.options, x.shape, self.shape.num_kv_heads
         slot = torch.where(index < opt.sinks, index, opt.sinks + (index - opt.sinks) % opt.ring).clamp_min(0)
         value = torch.where(real, opt.floor, 0.0).to(_wide(x))
@@ -220,11 +220,11 @@ class GatedSlotAttention(Mixer):
 
     @torch.no_grad()
     def fit(self, batches: Iterable[tuple[torch.Tensor, Rotary]]) -> dict[str, float]:
-        """Fit importance: ridge regression, on x, of the log attention a token gets `ring` tokens later or more.
+        """Fit importance: ridge regression on x of the log attention that a token gets `ring` later or more.
 
-        The bias is then set so that memory_rate of the calibration tokens are important. Float64, deterministic.
-        Returns the tokens, the share of variance explained and the share important, means over heads; {} if
-        there is no memory.
+        The bias is then set so that memory_rate of the calibration tokens are important. In float64; the same
+        text gives the same bits. Returns the tokens, the share of variance explained and the share important
+        (means over heads); {} if there is no memory.
         """
         if not self.options.memory_slots:
             return {}
@@ -243,7 +243,7 @@ class GatedSlotAttention(Mixer):
         return {"tokens": float(len(scores)), "explained": explained, "important": rate}
 
     def _far_attention(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
-        """log mean attention [B, T, H] a token gets from `ring` later on, and which tokens have enough later [T]."""
+        """log mean attention [B, T, H] a token gets `ring` later or more, and who has enough later [T]."""
         opt, T = self.options, x.shape[1]
         q, k, _ = (t.to(_wide(x)) for t in self.project(x, rotary))
         q = q.unflatten(2, (self.shape.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, H, G, T, D]
@@ -257,8 +257,8 @@ class GatedSlotAttention(Mixer):
         usable = (later >= max(1, min(FAR_QUERIES, (T - opt.ring) // 4))) & (j >= opt.sinks)
         if not usable.any():
             raise ValueError(
-                f"calibration rows have {T} tokens, too few to see past mixer.sinks {opt.sinks} and a ring of "
-                f"{opt.ring}; use rows of {2 * (opt.ring + opt.sinks) + FAR_QUERIES} or more"
+                f"calibration rows have {T} tokens, too few to see past mixer.sinks {opt.sinks} and a ring "
+                f"of {opt.ring}; use rows of {2 * (opt.ring + opt.sinks) + FAR_QUERIES} or more"
             )
         return (received / later.clamp_min(1) + 1e-6).log().transpose(1, 2), usable
 
@@ -267,9 +267,12 @@ class _Moments:
     """Running sums of x and y [tokens, ·] for a ridge regression with a free intercept."""
 
     def __init__(self) -> None:
-        self.n, self.xx, self.xy, self.yy, self.x, self.y = 0, 0.0, 0.0, 0.0, 0.0, 0.0
+        self.n = 0
+        self.xx = self.xy = self.yy = self.x = self.y = torch.zeros(())
 
     def add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+        if not self.n:  # zeros of nothing, on any device
+            self.xx = self.xy = self.yy = self.x = self.y = x.new_zeros(())
         self.n += len(x)
         self.xx, self.xy, self.yy = self.xx + x.T @ x, self.xy + x.T @ y, self.yy + (y * y).sum(0)
         self.x, self.y = self.x + x.sum(0), self.y + y.sum(0)
@@ -291,10 +294,10 @@ class _Moments:
 
 
 def _straight_through(score: torch.Tensor, chosen: torch.Tensor, floor: float) -> torch.Tensor:
-    """log_gate: floor where chosen, else 0; the gradient of log(1 - (1 - e^floor) w) to w, passed to sigmoid(score).
+    """log_gate: floor where chosen, else 0, with the slope of log(1 - (1 - e^floor) w), w = sigmoid(score).
 
-    So the share written, 1 - exp(log_gate), moves with slope 1 - e^floor in w from either side. That of floor * w
-    would tell chosen tokens nothing, since their gate is saturated.
+    So the share written, 1 - exp(log_gate), moves by 1 - e^floor a unit of w from either side. The slope of
+    floor * w would tell chosen tokens nothing, since their gate is saturated.
     """
     slope = torch.where(chosen, math.expm1(-floor), -math.expm1(floor)).to(score)
     soft = score.sigmoid()

@@ -50,7 +50,7 @@ def gsa_reference(
 
     (B, T, HQ, D), (H, E), M = q.shape, v.shape[2:], log_gate.shape[-1]
     dtype = torch.promote_types(q.dtype, torch.float32)
-    scale = D**-0.5 if scale is None else scale
+    factor = D**-0.5 if scale is None else scale
     q, k, x, g = (t.to(dtype) for t in (q, k, v, log_gate))
     if state is None:
         state = GSAState(*(q.new_zeros(B, H, M, *size) for size in ((D,), (E,), ())))
@@ -61,7 +61,7 @@ def gsa_reference(
         K = a * K + s * k[:, t].unsqueeze(2)
         V = a * V + s * x[:, t].unsqueeze(2)
         kept = kept + g[:, t]
-        u = scale * (q[:, t].view(B, H, HQ // H, D) @ K.transpose(-1, -2))  # [B, H, HQ // H, M]
+        u = factor * (q[:, t].view(B, H, HQ // H, D) @ K.transpose(-1, -2))  # [B, H, HQ // H, M]
         r = _massed(u, -torch.expm1(kept).unsqueeze(2)) if mass else u.softmax(-1)
         out.append((r @ V).view(B, 1, HQ, E))
     return torch.cat(out, dim=1).to(v.dtype), GSAState(K, V, kept)

@@ -119,8 +119,8 @@ def window_attention(
 
 
 def _empty(N: int, window: int, sinks: int, k: torch.Tensor, v: torch.Tensor) -> WindowState:
-    sink, last = ([x.new_zeros(N, size, *x.shape[1:]) for x in (k, v)] for size in (sinks, window))
-    return WindowState(*sink, *last, torch.zeros(N, dtype=torch.int64, device=k.device))
+    zeros = (x.new_zeros(N, size, *x.shape[1:]) for size in (sinks, window) for x in (k, v))
+    return WindowState._make((*zeros, torch.zeros(N, dtype=torch.int64, device=k.device)))
 
 
 def _with_previous(

@@ -14,13 +14,11 @@ def window_attention_reference(
     window: int,
     sinks: int,
     scale: float | None = None,
-    lengths: torch.Tensor | None = None,
-    state: None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, None]:
-    """Arguments and o as `unsoftmax.kernels.window.layer.window_attention`; whole documents only, so no state.
+    """Arguments and o as `window.layer.window_attention`, on whole documents, so that there is no state.
 
-    Sums are float32, or float64 if q is. What lies past `lengths` comes last, so no real token sees it.
+    Sums are float32, or float64 if q is.
     """
     T, HQ, D = q.shape[1:]
     H = k.shape[2]
