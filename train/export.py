@@ -10,6 +10,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import save_torch_state_dict
@@ -44,7 +45,7 @@ def export(run: Path, out: Path, *, say: Callable[[str], None] = print) -> Path:
         shutil.copytree(start, part, ignore=lambda _, names: [n for n in names if n.endswith(WEIGHTS)])
         weights = saved_weights(folder, manifest["recipe"]["train"]["zero_stage"])
         save_torch_state_dict(_as_in(start, weights), part, metadata={"format": "pt"})
-        provenance.extend(part, "train", {k: manifest[k] for k in ("step", "tokens", "world_size", "recipe")})
+        provenance.extend(part, "train", _entry(manifest))
         os.replace(part, out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
@@ -88,3 +89,8 @@ def _own(tensor: torch.Tensor) -> torch.Tensor:
     """The tensor in a storage of its own size; DeepSpeed hands out views of one large buffer."""
     whole = tensor.untyped_storage().nbytes() == tensor.nbytes
     return tensor.contiguous() if whole else tensor.clone(memory_format=torch.contiguous_format)
+
+
+def _entry(manifest: dict[str, Any]) -> dict[str, Any]:
+    kept = {key: manifest[key] for key in ("tokens", "world_size", "recipe")}
+    return {"optimizer_steps": manifest["step"], **kept}

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
+from transformers import PreTrainedTokenizerBase
 
 from unsoftmax.convert.load import CONVERTED_TYPES, load, read_config, tokenizer
 from unsoftmax.convert.measure import measure, token_ids, token_rows
@@ -159,19 +160,11 @@ def _open_run(recipe: Recipe, run: Path, model: str | None, resume: str | None, 
 
 
 def _prepare(recipe: Recipe, run: Path, start: Path, place: Place) -> Job:
-    say = print if place.first else _quiet
     words = tokenizer(str(start))
-    rows = TokenRows(
-        sources(recipe),
-        words,
-        row_tokens=recipe.data.context_tokens,
-        apart=recipe.data.pack == "documents",
-        shuffle_documents=recipe.data.shuffle_documents,
-        seed=recipe.train.seed,
-    )
+    rows = token_rows_of(recipe, words)
     held_out = _held_out_rows(recipe, words)
     built = Engine(recipe, place, lambda: _load(start))
-    begun = checkpoint.resume(built, run, recipe, place, say)
+    begun = checkpoint.resume(built, run, recipe, place, print if place.first else _quiet)
     if begun is not None:
         rows.load_state_dict(begun.position)
     begun = begun or Resumed(0, 0, {})
@@ -183,7 +176,7 @@ def _prepare(recipe: Recipe, run: Path, start: Path, place: Place) -> Job:
         device=place.device,
         speaks=place.first,
     )
-    progress.say(_plan(recipe, place, built.model))
+    progress.say(_plan(recipe, place))
     return Job(recipe, run, place, built, rows, held_out, progress, begun)
 
 
@@ -198,7 +191,7 @@ def _quiet(text: str) -> None:
     """What ranks other than the first say."""
 
 
-def _plan(recipe: Recipe, place: Place, model: nn.Module) -> str:
+def _plan(recipe: Recipe, place: Place) -> str:
     t = recipe.train
     return (
         f"{total_steps(recipe)} steps of {t.batch_tokens} tokens ({short(t.total_tokens)} in all): "
@@ -209,7 +202,7 @@ def _plan(recipe: Recipe, place: Place, model: nn.Module) -> str:
 
 def sources(recipe: Recipe) -> list[Source]:
     """The recipe's training text. Documents set aside for scoring never come out of it."""
-    apart = recipe.data.held_out is None
+    apart = _set_aside(recipe)
 
     def reader(text: str, field: str) -> Callable[[], Iterator[str]]:
         return lambda: documents(text, held_out=False if apart else None, text_field=field)
@@ -217,10 +210,28 @@ def sources(recipe: Recipe) -> list[Source]:
     return [Source(s.text, reader(s.text, s.text_field), s.weight) for s in recipe.data.sources]
 
 
-def _held_out_rows(recipe: Recipe, words) -> torch.Tensor:
+def _set_aside(recipe: Recipe) -> bool:
+    """Whether held-out text comes out of the training sources, which then give only the rest."""
+    d = recipe.data
+    return d.held_out is None or d.held_out in [s.text for s in d.sources]
+
+
+def token_rows_of(recipe: Recipe, words: PreTrainedTokenizerBase) -> TokenRows:
+    """The recipe's training text as rows, from the first one."""
+    return TokenRows(
+        sources(recipe),
+        words,
+        row_tokens=recipe.data.context_tokens,
+        apart=recipe.data.pack == "documents",
+        shuffle_documents=recipe.data.shuffle_documents,
+        seed=recipe.train.seed,
+    )
+
+
+def _held_out_rows(recipe: Recipe, words: PreTrainedTokenizerBase) -> torch.Tensor:
     """The first train.eval_rows rows of held-out text."""
     d, rows = recipe.data, recipe.train.eval_rows
     spec, field = d.held_out or d.sources[0].text, d.sources[0].text_field
-    texts = documents(spec, held_out=None if d.held_out else True, text_field=field)
+    texts = documents(spec, held_out=True if _set_aside(recipe) else None, text_field=field)
     ids = token_ids(words, texts, limit=rows * d.context_tokens)
     return token_rows(ids, d.context_tokens, rows)
