@@ -66,7 +66,7 @@ class TextSource:
     """python-docs, a file, a folder or pattern of files, or a hub data set: see recipes/text.py."""
 
     weight: float = 1.0
-    """Share of the documents drawn from here, relative to the other sources."""
+    """Share of the tokens drawn from here, relative to the other sources."""
 
     text_field: str = "text"
     """Field or column that holds a document's text (jsonl, parquet and hub data sets)."""
