@@ -83,17 +83,20 @@ class StateCache(Cache):
     """
 
     def __init__(self, config: PreTrainedConfig) -> None:
-        kept = set(config.softmax_layers)
-        window = getattr(config, "sliding_window", None)
-        softmax: Callable[[], CacheLayerMixin] = DynamicLayer
-        if window is not None:
-            softmax = lambda: DynamicSlidingWindowLayer(sliding_window=window)  # noqa: E731
-        super().__init__(
-            layers=[softmax() if i in kept else StateLayer() for i in range(len(config.layer_mixers))]
-        )
-        self.keeps_tokens = bool(kept)
+        self.kept = frozenset(config.softmax_layers)
+        self.count_of_layers = len(config.layer_mixers)
+        self.window: int | None = getattr(config, "sliding_window", None)
+        super().__init__(layers=self._empty_layers())
         self.seen: torch.Tensor | None = None
         self.real: torch.Tensor | None = None
+
+    def _empty_layers(self) -> list[CacheLayerMixin]:
+        def empty(i: int) -> CacheLayerMixin:
+            if i not in self.kept:
+                return StateLayer()
+            return DynamicLayer() if self.window is None else DynamicSlidingWindowLayer(self.window)
+
+        return [empty(i) for i in range(self.count_of_layers)]
 
     def count(self, mask: torch.Tensor | None, shape: tuple[int, int], device: torch.device) -> None:
         """Note which of the tokens [B, T] about to be mixed are real: mask [B, T] bool, None means all."""
@@ -103,7 +106,7 @@ class StateCache(Cache):
         mask = torch.ones(shape, dtype=torch.bool, device=device) if mask is None else mask
         seen = torch.full((shape[0],), past, device=device) if self.seen is None else self.seen
         self.seen = seen + mask.sum(1)
-        if self.keeps_tokens:
+        if self.kept:
             real = mask.new_ones(shape[0], past) if self.real is None else self.real
             self.real = torch.cat([real, mask], dim=1)
 
@@ -111,7 +114,7 @@ class StateCache(Cache):
         self.seen, self.real = map_state(self.seen, change), map_state(self.real, change)
 
     def reset(self) -> None:
-        super().reset()
+        self.layers = self._empty_layers()  # the library's reset keeps a length of zeros in older versions
         self.seen = self.real = None
 
     def reorder_cache(self, beam_idx: torch.LongTensor) -> None:

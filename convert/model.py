@@ -43,6 +43,7 @@ from unsoftmax.convert.config import (
     attention_shape,
     mixer_options,
 )
+from unsoftmax.convert.remote_code import write_remote_code
 from unsoftmax.kernels.mixer import Mixer, Rotary, token_index
 from unsoftmax.kernels.registry import MIXERS
 
@@ -383,9 +384,7 @@ class ConvertedForCausalLM(ConvertedWeights):
     def save_pretrained(self, save_directory: str | os.PathLike, **kwargs: Any) -> None:
         """As the library's, plus the code that a machine without this package needs to open the folder."""
         super().save_pretrained(save_directory, **kwargs)
-        if self._auto_class is None and kwargs.get("is_main_process", True):  # remote code copies itself
-            from unsoftmax.convert.remote_code import write_remote_code
-
+        if kwargs.get("is_main_process", True):
             write_remote_code(save_directory)
 
 

@@ -2,7 +2,7 @@
 
 The bundle is the import closure of the model's module, each file flat beside the weights under its dotted
 name (unsoftmax.kernels.mixer becomes kernels_mixer.py) with its imports of ours made relative: the one shape
-that trust_remote_code can follow.
+that trust_remote_code can follow. This file is in the bundle too, and there it copies its neighbours.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ import os
 import re
 from pathlib import Path
 
-PACKAGE = __name__.partition(".")[0]
+PACKAGE = "unsoftmax"
 ROOT = f"{PACKAGE}.convert.model"
+BUNDLED = not __name__.startswith(f"{PACKAGE}.")
 OURS = re.compile(rf"^(\s*)from {PACKAGE}\.([\w.]+) import ", re.MULTILINE)
 AUTO_CLASSES = {
     "unsoftmax_llama": ("UnsoftLlamaConfig", "UnsoftLlamaModel", "UnsoftLlamaForCausalLM"),
@@ -33,6 +34,9 @@ def bundle() -> dict[str, str]:
 
     Raises ValueError naming the file whose import of ours is not of the form `from unsoftmax.a.b import c`.
     """
+    if BUNDLED:
+        neighbours = Path(__file__).parent.glob("*_*.py")
+        return {file.name: file.read_text(encoding="utf-8") for file in neighbours if file.stem != "__init__"}
     files: dict[str, str] = {}
     waiting = [ROOT]
     while waiting:
