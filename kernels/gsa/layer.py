@@ -164,7 +164,9 @@ class GatedSlotAttention(Mixer):
 
     def _soft_gates(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """[B, T, H, M]; the sigmoid in float32, where half-lives over 300 tokens still exist."""
-        logit = self.f_proj(x).unflatten(-1, (self.shape.num_kv_heads, self.options.num_slots))
+        logit = self.f_proj(x.to(self.f_proj.weight.dtype)).unflatten(
+            -1, (self.shape.num_kv_heads, self.options.num_slots)
+        )
         gate = F.logsigmoid(logit.to(_wide(x))) / DAMPING
         return gate if mask is None else gate.masked_fill(~mask.bool()[:, :, None, None], 0.0)
 
