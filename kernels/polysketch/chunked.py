@@ -6,10 +6,10 @@ everything older through one state
 
     S = sum_j exp(gates after j) features(phi_k_j) [v_j, 1]        [F, E + 1]
 
-in which numerator and denominator travel together. A key passes from exact to sketched only when a block ends,
-in prefill and decode alike. Blocks of rows are laid out as tiles [rows, tiles, C]; a tile that starts a document
-starts with S = 0. Segments of tiles are recomputed in the backward pass, so that features and weights exist
-for one segment at a time.
+in which numerator and denominator travel together. A key passes from exact to sketched only when a block
+ends, in prefill and decode alike. Rows are laid out as tiles of C tokens; a tile that starts a document has
+S = 0. Segments of tiles are recomputed in the backward pass, so that features and weights exist for one
+segment at a time.
 
 Source  PolySketchFormer, Kacham et al. 2024, arXiv:2310.01655 (block algorithm, exact local blocks).
         reference.py has the weights one by one.
@@ -17,6 +17,7 @@ Source  PolySketchFormer, Kacham et al. 2024, arXiv:2310.01655 (block algorithm,
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -106,8 +107,8 @@ def polysketch(
         degree: power of the exact weights for local="power": even.
         block: tokens a block.
         local: "power" or "softmax".
-        window: most tokens that are exact at a time, a multiple of block; None means one block. A query sees from
-            window - block + 1 to window exact keys.
+        window: most tokens that are exact at a time, a multiple of block; None means one block. A query
+            sees from window - block + 1 to window exact keys.
         sinks: first tokens of a document, exact for good and untouched by log_gate.
         far_scale: [HQ] or [B, T, HQ], natural log of a factor on far weights; None is 0.
         offset: [HQ], added to the exact scores of local="power"; None is 0.
@@ -115,17 +116,18 @@ def polysketch(
         normaliser: c, added to the sum of weights. 0 averages; 1 is the published layer.
         state: what an earlier call returned; None starts empty. Never changed.
         cu_seqlens: [N + 1], documents packed in one row (B = 1); excludes state and lengths.
-        lengths: [B] int64, tokens of each row that are real; those after them are ignored, and their outputs 0.
+        lengths: [B] int64, real tokens of each row; those after them are ignored, and their outputs 0.
 
     Returns:
-        o [B, T, HQ, E] in v's dtype, and the state after the last token. Sums are float32 (float64 for float64 q).
+        o [B, T, HQ, E] in v's dtype, and the state after the last token. Sums are float32, for float64 q
+        float64.
 
     Raises:
         ValueError: a window that is no multiple of block, an odd degree, an unknown local, an offset with
             local="softmax", cu_seqlens that do not run from 0 to T or come with state, lengths, or B > 1.
     """
     rule = _rule(degree, block, local, window, sinks, offset, normaliser, log_gate is not None)
-    B, T, H, D = k.shape
+    B, T, H, _ = k.shape
     if cu_seqlens is not None:
         if state is not None or lengths is not None or B > 1:
             raise ValueError("cu_seqlens packs documents in one row (B = 1), without state and lengths")
@@ -190,9 +192,9 @@ def _packed(cu_seqlens, T, rule) -> _Layout:
     """Documents one after another in one row, each from a tile of its own; the last tile is never full."""
     C, device = rule.block, cu_seqlens.device
     cuts = cu_seqlens.tolist()
-    if cuts[0] != 0 or cuts[-1] != T or any(a > b for a, b in zip(cuts[:-1], cuts[1:])):
+    if cuts[0] != 0 or cuts[-1] != T or any(a > b for a, b in pairwise(cuts)):
         raise ValueError(f"cu_seqlens is {cuts}; it must run from 0 to T = {T} without decreasing")
-    sizes = [b - a for a, b in zip(cuts[:-1], cuts[1:])]
+    sizes = [b - a for a, b in pairwise(cuts)]
     tiles = [size // C + 1 for size in sizes]
     first = torch.tensor([0, *tiles], device=device).cumsum(0)
     document = torch.repeat_interleave(torch.tensor(tiles, device=device))
@@ -298,9 +300,9 @@ def _walk(S, queries, keys, sink, offset, layout, rule):
 
 
 def _segment(S, queries, keys, sink, masks, offset, rule, wanted):
-    """n tiles: o [R, n C, HQ, E], the state after them, and the states that are wanted, each [H, F, E + 1]."""
+    """n tiles: o [R, n C, HQ, E], the state after them, and the states wanted, each [H, F, E + 1]."""
     (q, phi_q, far_scale), (k, v, phi_k, gate, position), (same, keep) = queries, keys, masks
-    n, C, W, H = q.shape[1], rule.block, rule.tiles * rule.block, k.shape[3]
+    n, C, H = q.shape[1], rule.block, k.shape[3]
     near_k, near_v, near_phi, near_gate, near = (
         torch.cat([x[:, i : i + n] for i in range(rule.tiles)], 2) for x in (k, v, phi_k, gate, position)
     )
@@ -357,7 +359,7 @@ def _segment(S, queries, keys, sink, masks, offset, rule, wanted):
 
 
 def _running(gate: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
-    """Sum of log gates over the window up to each token, [R, n, H, W]; float64, since only differences are used."""
+    """Sum of log gates up to each token of the window, [R, n, H, W]; in float64, for its differences."""
     return gate.double().where(mine.unsqueeze(-1), 0).cumsum(2).transpose(2, 3)
 
 
@@ -375,8 +377,8 @@ def _gates(total, allowed, rule) -> tuple[torch.Tensor, torch.Tensor]:
 def _far(S: torch.Tensor, phi_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Sums over older keys [R, n, H, G, C, E + 1], their mass, and where that mass is more than rounding.
 
-    The exact mass is at most |phi_q|^2 sum_j |phi_k_j|^2 and never negative; rounding leaves a multiple of eps
-    times that bound, of either sign, where no key has weight.
+    The true mass is never negative and at most |phi_q|^2 sum_j |phi_k_j|^2; where no key has weight, rounding
+    leaves some eps times that bound, of either sign.
     """
     far = (features(phi_q.flatten(3, 4)) @ S).unflatten(3, phi_q.shape[3:5])
     mass = far[..., -1]
@@ -386,11 +388,11 @@ def _far(S: torch.Tensor, phi_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tens
     return far, mass.detach().where(live, 1), live
 
 
-def _near(score, allowed, offset, far_mass, rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """Exact weights, 0 where not allowed, and the log of the factor that a row was divided by, [R, n, H, G, C]."""
+def _near(score, allowed, offset, log_far, rule) -> tuple[torch.Tensor, torch.Tensor]:
+    """Exact weights, 0 where not allowed, and the log of what each row was divided by, [R, n, H, G, C]."""
     if rule.softmax:
         top = score.detach().masked_fill(~allowed, -torch.inf).amax(-1)
-        top = torch.maximum(top, far_mass.detach())
+        top = torch.maximum(top, log_far.detach())
         top = top.where(top > -torch.inf, 0)
         return (score - top.unsqueeze(-1)).masked_fill(~allowed, -torch.inf).exp(), top
     if offset is not None:

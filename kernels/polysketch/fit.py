@@ -4,10 +4,10 @@
 2. sharpness b, offset 1: least KL from the teacher's attention over far keys (all keys for local="power") to
    (1 + b s) ** p, a grid and then a golden section, each row weighing as much as its far keys do.
 3. A learned sketch: with Mq and Mk the second moments of a head's queries and keys, the singular vectors of
-   Mq^(1/2) Mk^(1/2) write s as a sum of products of uncorrelated unit coordinates, strongest first; the largest
-   terms of (1 + b s) ** (p / 2) in these coordinates start the sketch (sketch.LearnedSketch.start).
-4. far_scale and far_query: a ridge regression on q of what log far mass the sketch misses, then the constant that
-   makes the mean far mass the teacher's.
+   Mq^(1/2) Mk^(1/2) write s as a sum of products of uncorrelated unit coordinates, strongest first; the
+   largest terms of (1 + b s) ** (p / 2) in these coordinates start the sketch (LearnedSketch.start).
+4. far_scale and far_query: a ridge regression on q of what log far mass the sketch misses, then the constant
+   that makes the mean far mass the teacher's.
 """
 
 from __future__ import annotations

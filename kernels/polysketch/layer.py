@@ -2,12 +2,12 @@
 
 The teacher's q, k, v, o, rotary positions and scale stay. Far weights are
 
-    (1 + s') ** p   sketched by   (phi_q . phi_k) ** 2,        s' = sharpness (scale q . (k - key_mean)) + offset - 1
+    (offset + sharpness scale q . (k - key_mean)) ** degree    sketched by    (phi_q . phi_k) ** 2
 
-Softmax does not change when all keys of a head move by a constant, a power does: key_mean takes out what all far
-keys share. With local="softmax" near keys keep exp(scale q . k), so the shift comes back as the factor
-exp(far_scale + scale q . far_query) on far weights, which starts at far_query = key_mean. With local="power" all
-weights of a row shift alike and no factor is needed.
+Softmax does not change when all keys of a head move by a constant, a power does: key_mean takes out what all
+far keys share. With local="softmax" near keys keep exp(scale q . k), so the shift comes back as the factor
+exp(far_scale + scale q . far_query) on far weights, which starts at far_query = key_mean. With local="power"
+all weights of a row shift alike and no factor is needed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PolySketchOptions(MixerOptions):
     degree: int = 4
     """Power p of the scores: 2, 4 or 8."""
     sketch: str = "learned"
-    """learned | gaussian | hadamard; exact is the power itself, degree 2 only (degree 4 has millions of features)."""
+    """learned | gaussian | hadamard | exact: the power itself, degree 2 only (4 has millions of features)."""
     sketch_size: int = 32
     """Coordinates of a sketch; the state has about half their square times head_dim a key/value head."""
     local: str = "softmax"
@@ -73,8 +73,8 @@ class PolySketchOptions(MixerOptions):
             )
         if self.sketch == "exact" and self.degree != 2:
             raise ValueError(
-                f"mixer.degree is {self.degree}, too high for mixer.sketch exact, whose state would have millions "
-                "of features a head; use degree 2, or the sketch learned"
+                f"mixer.degree is {self.degree}, too high for mixer.sketch exact: its state would have "
+                "millions of features a head; use mixer.degree 2, or mixer.sketch learned"
             )
 
 
@@ -91,8 +91,8 @@ class PolySketchAttention(Mixer):
         offset, sharpness [HQ]       the power's (sharpness s + offset); start 1 and 1 / degree
         key_mean [H, D]              what is taken off keys before the power; start 0
         far_scale [HQ], far_query [HQ, D]    log of the factor on far weights; start 0; local="softmax" only
-        sketch.query, sketch.key [H, degree / 2, D + 1, r]    the learned sketch; starts as the largest terms of
-            the power over single coordinates, low rotary frequencies first, and `fit` takes principal directions
+        sketch.query, sketch.key [H, degree / 2, D + 1, r]    the learned sketch; starts as the largest
+            terms of the power over single coordinates, low frequencies first; `fit` takes principal directions
         sketch.leaf, sketch.inner    a random sketch; drawn at the start, never trained
     """
 
@@ -126,7 +126,9 @@ class PolySketchAttention(Mixer):
             self.far_query.zero_()
         if isinstance(self.sketch, RandomSketch):
             self.sketch.reset()
-        elif isinstance(self.sketch, LearnedSketch):
+        elif (
+            isinstance(self.sketch, LearnedSketch) and self.sketch.query.numel()
+        ):  # else sharded already (ZeRO-3)
             D, H = self.shape.head_dim, self.shape.num_kv_heads
             slow_first = torch.arange(D).view(2, -1).flip(1).T.flatten()
             axes = torch.eye(D)[:, slow_first].expand(H, D, D)
@@ -146,7 +148,7 @@ class PolySketchAttention(Mixer):
         state: PolySketchState | None = None,
         keep_state: bool = False,
     ) -> tuple[torch.Tensor, PolySketchState | None]:
-        """See Mixer.forward. Blocks are counted over real tokens: padding moves to the end of its row first."""
+        """See Mixer.forward. Blocks are counted over real tokens: padding moves to the end of its row."""
         order = lengths = None
         if mask is not None and not bool(mask.all()):
             lengths, order = mask.sum(1), (~mask).to(torch.uint8).argsort(dim=1, stable=True)

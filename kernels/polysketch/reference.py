@@ -11,6 +11,7 @@ is i's own or one of the window / block - 1 blocks before. o_i = sum w_ij v_j / 
 where no key has weight.
 """
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -43,7 +44,7 @@ def polysketch_reference(
         docs = [
             _document(*(x[:, a:b] for x in (q, phi_q, far_scale)), offset, rule,
                       History(*(x[:, a:b] for x in (k, v, phi_k, log_gate))))
-            for a, b in zip(cuts[:-1], cuts[1:])
+            for a, b in pairwise(cuts)
         ]  # fmt: skip
         return torch.cat([o for o, _ in docs], 1), [history for _, history in docs]
     new = History(k, v, phi_k, log_gate)
@@ -64,7 +65,7 @@ def _document(q, phi_q, far_scale, offset, rule, history):
         j = torch.arange(i + 1, device=q.device)
         near = (j // block > i // block - window // block) | (j < sinks)
         score = torch.einsum("bhd,bjhd->bhj", q[:, t], k[:, : i + 1])
-        top = score.new_zeros(score.shape[:2] + (1,))
+        top = torch.zeros_like(score[..., :1])
         if local == "softmax":
             top = score.detach().masked_fill(~near, -torch.inf).amax(-1, keepdim=True)
             exact = (score - top).masked_fill(~near, 0).exp()
@@ -77,5 +78,4 @@ def _document(q, phi_q, far_scale, offset, rule, history):
         mass = w.sum(-1, keepdim=True) + normaliser * (-top).exp()
         mean = torch.einsum("bhj,bjhe->bhe", w, v[:, : i + 1]) / mass.where(mass > 0, 1)
         rows.append(mean.where(mass > 0, 0))
-    o = torch.stack(rows, 1) if rows else v.new_zeros(q.shape[:3] + v.shape[-1:])
-    return o, history
+    return torch.stack(rows, 1) if rows else v[:, :0], history

@@ -39,8 +39,8 @@ def _pairs(n: int) -> tuple[list[int], list[int]]:
 def features(x: torch.Tensor, *, weighted: bool = False) -> torch.Tensor:
     """Products of two coordinates of x [..., r], each pair of tiles once: [..., num_features(r)].
 
-    features(x) . features(y, weighted=True) == (x . y) ** 2. A tile paired with itself keeps both orders of its
-    coordinates; other pairs come once and weigh 2 on the weighted side, the keys'.
+    features(x) . features(y, weighted=True) == (x . y) ** 2. A tile paired with itself keeps both orders of
+    its coordinates; other pairs come once and weigh 2 on the weighted side, the keys'.
     """
     t = math.gcd(x.shape[-1], TILE)
     n = x.shape[-1] // t
@@ -68,9 +68,9 @@ def append(x: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
 class RandomSketch(nn.Module):
     """A Gaussian or Hadamard (TensorSRHT) sketch: one for all heads, the same for q and k, never trained.
 
-    leaf [degree / 2, D + 1, r] holds the matrices that meet the input, inner [2, r, r] (degree 8) those that meet
-    their products. Entries are N(0, 1), or +1 and -1 in columns sampled with replacement from a Hadamard matrix
-    whose rows have random signs. E phi(x) . phi(y) = (x . y) ** (degree / 2).
+    leaf [degree / 2, D + 1, r] holds the matrices that meet the input, inner [2, r, r] (degree 8) those that
+    meet their products. Entries are N(0, 1), or +1 and -1 in columns sampled with replacement from a Hadamard
+    matrix whose rows have random signs. E phi(x) . phi(y) = (x . y) ** (degree / 2).
     """
 
     def __init__(self, kind: str, degree: int, width: int, size: int) -> None:
@@ -115,7 +115,7 @@ def _hadamard(like: torch.Tensor) -> torch.Tensor:
 
 
 class LearnedSketch(nn.Module):
-    """Coordinate i of phi is the product of degree / 2 linear maps of the input: a map a key/value head, q and k apart.
+    """Each coordinate of phi is a product of degree / 2 linear maps, a set a key/value head, q and k apart.
 
     query and key [H, degree / 2, D + 1, r].
     """
@@ -129,9 +129,9 @@ class LearnedSketch(nn.Module):
     def start(self, q_axes: torch.Tensor, k_axes: torch.Tensor, strength: torch.Tensor) -> None:
         """Set the maps so that phi_q . phi_k holds the r largest terms of (1 + s) ** (degree / 2).
 
-        s = sum_m strength_m (q . q_axes_m) (k . k_axes_m), both factors of unit size. Expanded in these products
-        and the appended coordinate (which stands for the 1), the power is a sum of monomials; the largest r
-        become the coordinates of phi, the root of each coefficient on either side.
+        s = sum_m strength_m (q . q_axes_m) (k . k_axes_m), both factors of unit size. Expanded in these
+        products and the appended coordinate (which stands for the 1), the power is a sum of monomials; the
+        largest r become the coordinates of phi, the root of each coefficient on either side.
 
         Args:
             q_axes, k_axes: [H, D, M], the directions. strength: [H, M], descending, >= 0.
@@ -160,9 +160,9 @@ class LearnedSketch(nn.Module):
 
 
 def _products(x: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
-    H, m, _, r = maps.shape
+    m, r = maps.shape[1], maps.shape[3]
     joined = maps.to(x.dtype).transpose(1, 2).flatten(2)  # [H, D + 1, m r]: one product for all factors
-    factors = (x.transpose(2, 3).transpose(1, 3).transpose(2, 3).flatten(2, 3) @ joined).unflatten(-1, (m, r))
+    factors = (x.transpose(1, 2).flatten(2, 3) @ joined).unflatten(-1, (m, r))
     product = factors[..., 0, :]
     for i in range(1, m):
         product = product * factors[..., i, :]
@@ -171,7 +171,7 @@ def _products(x: torch.Tensor, maps: torch.Tensor) -> torch.Tensor:
 
 @functools.cache
 def _monomials(variables: int, degree: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Every monomial of a degree, as the indices of its factors [n, degree], and its multinomial coefficient [n]."""
+    """Every monomial of a degree: the indices of its factors [n, degree], its multinomial coefficient [n]."""
     terms = torch.tensor(list(itertools.combinations_with_replacement(range(variables), degree)))
     coefficient = torch.full((len(terms),), float(math.factorial(degree)))
     run = torch.ones(len(terms))
