@@ -116,7 +116,8 @@ def launch(folder, jobs, launcher):
     command += [str(Path(__file__).with_name("train_worker.py")), str(list_of_jobs)]
     env = {**os.environ, "OMP_NUM_THREADS": "1", "PATH": f"{BIN}:{os.environ['PATH']}"}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
+    errors = "\n".join(line for line in done.stderr.splitlines() if "rank0]" in line)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{errors or done.stderr[-5000:]}"
     return done.stdout
 
 

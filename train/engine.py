@@ -165,6 +165,16 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     return groups
 
 
+def _load_sharded(load_model: Callable[[], nn.Module], config: dict[str, Any]) -> nn.Module:
+    """Load with every parameter sharded as it arrives: what transformers does while this object lives."""
+    from transformers.integrations import HfDeepSpeedConfig
+
+    alive = HfDeepSpeedConfig(config)
+    model = load_model()
+    del alive
+    return model
+
+
 class Engine:
     """A model in training: pass, step, save, load.
 
@@ -175,12 +185,7 @@ class Engine:
     def __init__(self, recipe: Recipe, place: Place, load_model: Callable[[], nn.Module]) -> None:
         self.recipe, self.place = recipe, place
         config = deepspeed_config(recipe, place.world)
-        self._sharded_loading = None
-        if recipe.train.zero_stage == 3:
-            from transformers.integrations import HfDeepSpeedConfig
-
-            self._sharded_loading = HfDeepSpeedConfig(config)  # holds only as long as this reference does
-        model = load_model()
+        model = _load_sharded(load_model, config) if recipe.train.zero_stage == 3 else load_model()
         if recipe.train.activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
         objective = NextToken(model).to(place.device).train()
