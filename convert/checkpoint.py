@@ -32,6 +32,7 @@ from unsoftmax.recipes.text import documents
 PARTIAL = ".partial-"
 OVERHEAD_BYTES = 700 << 20  # Python and torch themselves
 SIDE_BYTES = 16 << 20  # configuration, tokenizer, code
+DOCUMENT_CHARACTERS = 8192  # a few thousand tokens of each document, so that calibration sees many
 GIB = 1 << 30
 
 
@@ -198,8 +199,9 @@ def _source_lines(job: Conversion) -> list[str]:
         f"source {s.name}",
         f"  {s.family}   {c.num_hidden_layers} layers   width {c.hidden_size}   {c.num_attention_heads}/"
         f"{c.num_key_value_heads} heads of {c.head_dim}   vocabulary {c.vocab_size}",
-        f"  rope {rope['rope_type']} theta {rope['rope_theta']:g}   window {getattr(c, 'sliding_window', None)}   "
-        f"tied {bool(c.tie_word_embeddings)}   {str(s.dtype).removeprefix('torch.')}   {files}   {_gib(s.num_bytes)}",
+        f"  rope {rope['rope_type']} theta {rope['rope_theta']:g}   "
+        f"window {getattr(c, 'sliding_window', None)}   tied {bool(c.tie_word_embeddings)}   "
+        f"{str(s.dtype).removeprefix('torch.')}   {files}   {_gib(s.num_bytes)}",
     ]
 
 
@@ -229,7 +231,8 @@ def _budget_lines(job: Conversion, verify: bool) -> list[str]:
     if softmax and job.mixers:
         own = kv * softmax / len(job.config.layer_mixers)
         lines.append(
-            f"  and {softmax} softmax layers keep a cache: {_gib(4096 * own)} at 4k, {_gib(32768 * own)} at 32k"
+            f"  and {softmax} softmax layers keep a cache: {_gib(4096 * own)} at 4k, "
+            f"{_gib(32768 * own)} at 32k"
         )
     return lines
 
@@ -299,7 +302,8 @@ def calibration_rows(source: Source, recipe: Recipe) -> torch.Tensor:
     """Rows of calibration text, [R, T] int64, T at most ROW_TOKENS."""
     wanted, text = recipe.calibration.tokens, recipe.calibration.text
     length = min(ROW_TOKENS, wanted, source.config.max_position_embeddings)
-    ids = token_ids(load_tokenizer(source.folder), documents(text, held_out=False), wanted)
+    starts = (document[:DOCUMENT_CHARACTERS] for document in documents(text, held_out=False))
+    ids = token_ids(load_tokenizer(source.folder), starts, wanted)
     try:
         return token_rows(ids, length, wanted // length)
     except ValueError as error:
@@ -323,9 +327,8 @@ def _start(
     for name in dict.fromkeys(name for numbers in fits.values() for name in numbers):
         values = [numbers[name] for numbers in fits.values() if name in numbers]
         mean = sum(values) / len(values)
-        say(
-            f"  start    {name}: mean {mean:.4g}, from {min(values):.4g} to {max(values):.4g} over {len(values)} layers"
-        )
+        span = f"from {min(values):.4g} to {max(values):.4g} over {len(values)} layers"
+        say(f"  start    {name}: mean {mean:.4g}, {span}")
     return new, fits
 
 

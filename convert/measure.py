@@ -62,7 +62,8 @@ class Measurement:
 
     def line(self) -> str:
         error = self.ppl * self.standard_error
-        return f"ppl {self.ppl:.2f} ± {error:.2f}   recall nll {self.recall_nll:.3f} ({self.recall_tokens} tokens)"
+        recall = f"recall nll {self.recall_nll:.3f} ({self.recall_tokens} tokens)"
+        return f"ppl {self.ppl:.2f} ± {error:.2f}   {recall}"
 
 
 def token_ids(tokenizer: Any, documents: Iterable[str], limit: int | None = None) -> list[int]:
@@ -71,9 +72,8 @@ def token_ids(tokenizer: Any, documents: Iterable[str], limit: int | None = None
         raise ValueError("the tokenizer has no eos token, which ends each document; set eos_token")
     ids: list[int] = []
     for document in documents:
-        ids += tokenizer(document, add_special_tokens=False, verbose=False).input_ids + [
-            tokenizer.eos_token_id
-        ]
+        ids += tokenizer(document, add_special_tokens=False, verbose=False).input_ids
+        ids.append(tokenizer.eos_token_id)
         if limit is not None and len(ids) >= limit:
             return ids[:limit]
     return ids

@@ -254,7 +254,7 @@ def _check_heads(path: Path, config: dict[str, Any]) -> None:
         raise ValueError(f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv}")
     if config.get("head_dim") is None and hidden % heads:
         raise ValueError(
-            f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, and there is no head_dim"
+            f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, without head_dim"
         )
 
 
@@ -316,7 +316,7 @@ def _entries(folder: Path, allow_pickle: bool) -> dict[str, Entry]:
     if (folder / PICKLE_INDEX).is_file() or PICKLE_SINGLE in pickles:
         if not allow_pickle:
             raise ValueError(
-                f"{folder}: the weights are pickles ({', '.join(pickles[:3])}), which can run code when opened; "
+                f"{folder}: the weights are pickles ({', '.join(pickles[:3])}), which can run code; "
                 "pass --allow-pickle to read them weights-only, or give a safetensors checkpoint"
             )
         if (folder / PICKLE_INDEX).is_file():

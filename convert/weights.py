@@ -1,12 +1,13 @@
 """Which tensor goes where: the plan, and the streamed copy that carries it out.
 
-Parameter names of the source stay, so the plan is short: copy by name, and what is then missing must be exactly
-what the mixers declare as new. Every source key, every target key and every field of config.json is accounted
-for, or the conversion is refused with its name. Copying holds one piece of one tensor.
+Parameter names of the source stay, so the plan is short: copy by name, and what is then missing must be
+exactly what the mixers declare as new. Every source key, every target key and every field of config.json is
+accounted for, or the conversion is refused with its name. Copying holds one piece of one tensor.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -91,17 +92,14 @@ class Plan:
             rows[_kind(key), "unused", reason] += 1
         width = max(len(kind) for kind, _, _ in rows)
         lines = [f"  {kind:{width}}  {n:4d} {how:8} {what}" for (kind, how, what), n in rows.items()]
-        total = len(self.copied) + len(self.unused)
-        lines.append(f"  source keys  {total} = {len(self.copied)} copied + {len(self.unused)} unused")
-        total = len(self.copied) + len(self.derived) + len(self.new)
-        lines.append(
-            f"  target keys  {total} = {len(self.copied)} copied + {len(self.derived)} derived + {len(self.new)} new"
-        )
-        total = len(self.fields_carried) + len(self.fields_changed)
-        lines.append(
-            f"  config.json  {total} fields = {len(self.fields_carried)} carried + {len(self.fields_changed)} rewritten"
-        )
-        return lines
+        copied, derived, new, unused = map(len, (self.copied, self.derived, self.new, self.unused))
+        carried, changed = len(self.fields_carried), len(self.fields_changed)
+        return [
+            *lines,
+            f"  source keys  {copied + unused} = {copied} copied + {unused} unused",
+            f"  target keys  {copied + derived + new} = {copied} copied + {derived} derived + {new} new",
+            f"  config.json  {carried + changed} fields = {carried} carried + {changed} rewritten",
+        ]
 
 
 def _kind(key: str) -> str:
@@ -180,9 +178,9 @@ def _reason_unused(source: Source, key: str, tied: bool) -> str:
     if key == HEAD and tied:
         if EMBEDDING in source.entries and _same(source.pieces(HEAD), source.pieces(EMBEDDING)):
             return f"equal to {EMBEDDING}, to which it is tied"
+        path = source.folder / "config.json"
         raise ValueError(
-            f"{source.folder / 'config.json'}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}; "
-            "set tie_word_embeddings to false"
+            f"{path}: tie_word_embeddings is true, but {HEAD} differs from {EMBEDDING}; set it to false"
         )
     file = source.folder / source.entries[key].file
     hint = "; set attention_bias or mlp_bias to true in config.json" if key.endswith("_proj.bias") else ""
@@ -191,14 +189,15 @@ def _reason_unused(source: Source, key: str, tied: bool) -> str:
 
 def _same(a: Iterator[torch.Tensor], b: Iterator[torch.Tensor]) -> bool:
     """Whether two streams of pieces hold the same bits."""
-    bits = ((x.view(torch.uint8), y.view(torch.uint8)) for x, y in zip(a, b, strict=True))
-    return all(torch.equal(x, y) for x, y in bits)
+    none = torch.empty(0, dtype=torch.uint8)  # what the shorter stream is filled up with
+    pairs = itertools.zip_longest(a, b, fillvalue=none)
+    return all(torch.equal(x.view(torch.uint8), y.view(torch.uint8)) for x, y in pairs)
 
 
 def account_for_fields(
     path: Path, raw: Mapping[str, Any], converted: Mapping[str, Any]
 ) -> tuple[tuple[str, ...], dict[str, str]]:
-    """config.json's fields: those carried, and those rewritten with the reason; ValueError names a lost one."""
+    """config.json's fields: carried, and rewritten with the reason; ValueError names a lost one."""
     carried, changed = [], {}
     for name, value in raw.items():
         if name in RESPELT:
