@@ -1,4 +1,4 @@
-"""Every test: seeded, on the GPU if there is one, torch.empty full of NaN so nobody reads what was not written."""
+"""Every test is seeded, and torch.empty is full of NaN, so that reading what nobody wrote shows."""
 
 import os
 

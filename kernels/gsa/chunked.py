@@ -4,7 +4,7 @@ Within a chunk of C tokens, with K0, V0 the slots at its start, G_i the sum of l
 chunk, and W_ij = s_j exp(log_gate_{j+1} + ... + log_gate_i) for j <= i (else 0), per slot:
 
     A_ij = scale q_i . k_j          U_i = e^{G_i} (scale K0 q_i) + sum_j A_ij W_ij
-    P    = read(U)                  B_ij = P_i . W_ij
+    P    = read weights of U        B_ij = P_i . W_ij
     O_i  = (P_i e^{G_i}) V0 + sum_j B_ij v_j
 
 W is built as products, row by row. A difference of running sums would lose its exponents (after a gate of
@@ -23,7 +23,6 @@ from unsoftmax.kernels.gsa.reference import GSAState
 
 SEGMENT_BYTES = 32 << 20  # of W at a time; longer input is cut, and backward recomputes each piece
 LOWEST_GATE = -1e4  # e^-1e4 is 0 in float64 too, so nothing is lost, and no -inf meets a 0
-LEAST_MASS = 1e-30  # z under this counts as 0: 1 / z squared must stay finite
 
 
 def gsa(
@@ -207,12 +206,17 @@ class _Pairs(torch.autograd.Function):
 
 
 def _massed(u: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    """softmax(u / z + log z) / z over the slots with any mass; u [..., G, M], z [..., 1, M]."""
-    empty = z < LEAST_MASS
+    """e^{u/z} / sum of z e^{u/z} over the slots with any mass; u [..., G, M], z [..., 1, M].
+
+    Not softmax(u / z + log z) / z: two terms of its slope in z, each of size 1 / z, cancel.
+    """
+    empty = z < torch.finfo(z.dtype).tiny
     z = z.masked_fill(empty, 1.0)
-    logit = (u / z + z.log()).masked_fill(empty, -torch.inf)
-    p = logit.masked_fill(empty.all(-1, keepdim=True), 0.0).softmax(-1)
-    return (p / z).masked_fill(empty, 0.0)
+    w = (u / z).masked_fill(empty, -torch.inf)
+    top = (w + z.log()).detach().amax(-1, keepdim=True)
+    none = top == -torch.inf
+    e = (w - top.masked_fill(none, 0.0)).exp()  # at most 1 / z
+    return e / (z * e).sum(-1, keepdim=True).masked_fill(none, 1.0)
 
 
 def _places(lengths: Sequence[int], tiles: Sequence[int], C: int, device: torch.device) -> torch.Tensor:

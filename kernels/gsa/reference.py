@@ -8,6 +8,7 @@
 
     mass=False   r = softmax(u)                                  as published
     mass=True    r = softmax(u / z + log z) / z                  z_t[m] = 1 - exp(Gamma_t[m])
+                   = e^{u / z} / sum of z e^{u / z}
 
 Gamma_t[m] is the sum of log_gate since the document began; a slot never written has z = 0 and takes no part.
 Source: Zhang et al. 2024, arXiv:2409.07146; the mass is ours.
@@ -68,8 +69,8 @@ def gsa_reference(
 
 
 def _massed(u: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-    live = (z > 0).expand_as(u)
-    z = torch.where(z > 0, z, 1.0)
-    logit = (u / z + z.log()).masked_fill(~live, -torch.inf)
-    none = ~live.any(-1, keepdim=True)  # softmax of nothing is not a number
-    return logit.masked_fill(none, 0.0).softmax(-1).masked_fill(~live, 0.0) / z
+    live = z > 0  # [B, H, 1, M]
+    w = u / torch.where(live, z, 1.0)
+    top = torch.where(live, w + z.log(), -torch.inf).amax(-1, keepdim=True).detach().clamp_min(-1e30)
+    e = torch.where(live, w - top, -torch.inf).exp()
+    return e / torch.where(live.any(-1, keepdim=True), (z * e).sum(-1, keepdim=True), 1.0)
