@@ -9,6 +9,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import dataclasses
+import functools
 import gc
 import hashlib
 import json
@@ -25,7 +26,7 @@ import torch
 
 from unsoftmax.convert.load import load
 from unsoftmax.convert.load import tokenizer as load_tokenizer
-from unsoftmax.eval.heldout import check_fit, held_out_rows, measure_rows
+from unsoftmax.eval.heldout import PYTHON_DOCS, check_fit, held_out_rows, measure_rows
 from unsoftmax.eval.localdata import MissingData, local_datasets
 from unsoftmax.eval.results import assemble, number, versions, write_results
 from unsoftmax.eval.suites import Suite, Task, missing_data, named_suite
@@ -38,7 +39,6 @@ DTYPES = {
     "fp32": torch.float32,
     "float32": torch.float32,
 }
-DEFAULT_TEXT = "python-docs"
 BOOTSTRAPS = 1_000  # resamples for the standard error of metrics that are not plain means
 NO_ANSWER = ("", "[invalid]")  # what lm-eval's filters leave where they find no answer
 ENOUGH_TO_JUDGE = 20  # choices before "always A" is said
@@ -111,17 +111,7 @@ def evaluate(
         ValueError: unknown suite or dtype, missing data, a model that is not finite or has collapsed.
     """
     started = time.time()
-    settings = _Settings(
-        suite=named_suite(suite),
-        data=None if data is None else Path(data).resolve(),
-        limit=_at_least_one("--limit", limit),
-        batch_size=_at_least_one("--batch-size", batch_size) or 8,
-        device=_device(device),
-        dtype=_dtype(dtype, _device(device)),
-        text=text or DEFAULT_TEXT,
-        answers=None if out is None else Path(out) / "answers",
-        max_new_tokens=_at_least_one("--max-new-tokens", max_new_tokens),
-    )
+    settings = _settings(suite, data, limit, out, batch_size, device, dtype, text, max_new_tokens)
     not_run = _check_data(settings, say)
     ours = _score(str(checkpoint), settings, not_run, say)
     theirs = None if teacher is None else _score(str(teacher), settings, not_run, say)
@@ -129,6 +119,53 @@ def evaluate(
     if out is not None:
         say(f"results: {write_results(result, Path(out))}")
     return result
+
+
+def score_model(
+    model: Any,
+    tokenizer: Any,
+    name: str,
+    *,
+    suite: str | Suite,
+    data: str | Path | None = None,
+    limit: int | None = None,
+    text: str | None = None,
+    batch_size: int = 8,
+    say: Say = print,
+) -> dict[str, Any]:
+    """Score a model that is loaded already: {"text": Measurement's dict, "rows": as in results.json, ...}.
+
+    Arguments and errors as of `evaluate`; no answers are kept.
+    """
+    dtype, device = next(model.parameters()).dtype, str(model.device)
+    settings = _settings(suite, data, limit, None, batch_size, device, dtype, text, None)
+    not_run = _check_data(settings, say)
+    scored = _score_model(model, tokenizer, name, settings, not_run, say)
+    return assemble(settings.suite.name, settings.to_dict(), scored, None, not_run, scored["seconds"])
+
+
+def _settings(
+    suite: str | Suite,
+    data: str | Path | None,
+    limit: int | None,
+    out: str | Path | None,
+    batch_size: int,
+    device: str | None,
+    dtype: str | torch.dtype | None,
+    text: str | None,
+    max_new_tokens: int | None,
+) -> _Settings:
+    return _Settings(
+        suite=named_suite(suite),
+        data=None if data is None else Path(data).resolve(),
+        limit=_at_least_one("--limit", limit),
+        batch_size=_at_least_one("--batch-size", batch_size) or 8,
+        device=_device(device),
+        dtype=_dtype(dtype, _device(device)),
+        text=text or PYTHON_DOCS,
+        answers=None if out is None else Path(out) / "answers",
+        max_new_tokens=_at_least_one("--max-new-tokens", max_new_tokens),
+    )
 
 
 def _at_least_one(key: str, value: int | None) -> int | None:
@@ -171,11 +208,19 @@ def _check_data(settings: _Settings, say: Say) -> dict[str, str]:
 
 
 def _score(path: str, settings: _Settings, not_run: dict[str, str], say: Say) -> dict[str, Any]:
-    """Everything measured of one model. Optional tasks that cannot run are added to `not_run`."""
-    started = time.time()
+    """Load a model and measure everything. Optional tasks that cannot run are added to `not_run`."""
     say(f"loading {path} ({str(settings.dtype).split('.')[-1]} on {settings.device})")
     model = load(path, dtype=settings.dtype, device=settings.device)
-    tokenizer = load_tokenizer(path)
+    scored = _score_model(model, load_tokenizer(path), path, settings, not_run, say)
+    del model
+    gc.collect()
+    return scored
+
+
+def _score_model(
+    model: Any, tokenizer: Any, path: str, settings: _Settings, not_run: dict[str, str], say: Say
+) -> dict[str, Any]:
+    started = time.time()
     check_fit(model, tokenizer, path)
     scored: dict[str, Any] = {"path": path, **_describe(model), "tasks": {}, "text": None, "data": {}}
     if settings.suite.rows:
@@ -187,8 +232,6 @@ def _score(path: str, settings: _Settings, not_run: dict[str, str], say: Say) ->
             scored["tasks"] = _score_tasks(model, tokenizer, scored["hash"], settings, not_run, say)
         scored["data"] = dict(sorted(read_files.items()))
     scored["seconds"] = round(time.time() - started, 1)
-    del model
-    gc.collect()
     return scored
 
 
@@ -221,7 +264,7 @@ def model_hash(model: Any) -> str:
 
 @contextlib.contextmanager
 def _quiet_lm_eval() -> Iterator[None]:
-    """For the block, print lm-eval's errors and progress bars, but not its notes nor those of what it calls."""
+    """For the block, print lm-eval's errors and progress bars, but no notes of it or of what it calls."""
     import lm_eval.evaluator as evaluator
 
     logger, stock = logging.getLogger("lm_eval"), evaluator.get_git_commit_hash
@@ -244,10 +287,9 @@ def _score_tasks(
     model: Any, tokenizer: Any, digest: str, settings: _Settings, not_run: dict[str, str], say: Say
 ) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM
-    from lm_eval.tasks import TaskManager
 
     language_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=settings.batch_size)
-    manager, scores = TaskManager(), {}
+    manager, scores = _task_manager(), {}
     for task in settings.suite.tasks:
         if task.name in not_run:
             continue
@@ -263,6 +305,14 @@ def _score_tasks(
         shown = ", ".join(f"{m['metric']} {number(m['score'])}" for m in scores[task.name]["metrics"])
         say(f"{task.name} ({task.shots} shots): {shown} · {time.time() - started:.0f} s")
     return scores
+
+
+@functools.cache
+def _task_manager() -> Any:
+    """lm-eval's index of all its task files: 8 seconds, so once a process."""
+    from lm_eval.tasks import TaskManager
+
+    return TaskManager()
 
 
 def _score_task(
@@ -308,11 +358,13 @@ def _check_items(name: str, member: Any, shots: int) -> None:
     if not len(member.dataset[scored]):
         raise MissingData(f"{name}: its data set has no items in the split {scored!r}, which is scored")
     written_out = getattr(config.fewshot_config, "samples", None) is not None
-    examples = config.fewshot_split or config.training_split or config.validation_split or scored
-    if shots and not written_out and len(member.dataset[examples]) < shots:
+    split = config.fewshot_split or config.training_split or config.validation_split or scored
+    # The stock sampler draws one more than it shows, in case it draws the problem itself.
+    needed = shots + (getattr(config.fewshot_config, "sampler", "default") == "default")
+    if shots and not written_out and len(member.dataset[split]) < needed:
         raise MissingData(
-            f"{name} needs {shots} worked examples, and its data set has {len(member.dataset[examples])} in "
-            f"the split {examples!r}"
+            f"{name} needs {needed} items to take {shots} worked examples from, and its data set has "
+            f"{len(member.dataset[split])} in the split {split!r}"
         )
 
 
@@ -346,7 +398,7 @@ def _read_result(task: Task, raw: dict[str, Any], members: dict[str, Any]) -> di
             for name in members
             if name != task.name
         },
-        "letters": _letters(raw["samples"], members),
+        "letters": count_letters(raw["samples"], members),
         "generated": _generated(raw["samples"], members),
     }
 
@@ -371,7 +423,7 @@ def _metrics(raw: dict[str, Any], name: str) -> list[dict[str, Any]]:
     return found
 
 
-def _letters(samples: dict[str, Any], members: dict[str, Any]) -> dict[str, Any] | None:
+def count_letters(samples: dict[str, Any], members: dict[str, Any]) -> dict[str, Any] | None:
     """Of multiple-choice items, how often each place was chosen and how often it was right."""
     chosen: Counter[str] = Counter()
     right: Counter[str] = Counter()
@@ -399,7 +451,7 @@ def _letter(place: int) -> str:
 
 
 def _generated(samples: dict[str, Any], members: dict[str, Any]) -> dict[str, Any] | None:
-    """Of generated answers: shares where the filter found none, and where the stop rule lets none be right."""
+    """Of generated answers: shares where the filter found none, and where the stop rule allows none."""
     no_answer = unreachable = total = 0
     stop_rules: set[str] = set()
     for name, member in members.items():

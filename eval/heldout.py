@@ -17,21 +17,25 @@ PROBE = (
     "A list of numbers follows: 3, 1, 4, 1, 5, 9, 2, 6. Water boils at one hundred degrees Celsius at sea "
     "level, and lower on a mountain, because the pressure of the air is less there."
 )
+PYTHON_DOCS = "python-docs"
 TOKENS_AT_ONCE = 16_384  # in one forward pass, so that long rows go one by one
 
 
 def held_out_rows(text: str, tokenizer: Any, suite: Suite, limit: int | None = None) -> torch.Tensor:
     """Rows of held-out tokens, [rows, row_tokens] int64, as the suite asks; fewer if the text is short.
 
-    text: what `unsoftmax.recipes.text.documents` reads. Documents are joined by the end-of-text token.
+    text: what `unsoftmax.recipes.text.documents` reads; of "python-docs" the tenth that is set aside, of any
+    other all. Documents are joined by the end-of-text token.
     Raises ValueError if the text does not fill one row.
     """
     count = suite.rows if limit is None else min(limit, suite.rows)
     needed = None if suite.spaced else count * suite.row_tokens
-    ids = token_ids(tokenizer, documents(text, held_out=True), limit=needed)
+    # A text that is named for scoring is held out as a whole; Python's own text is also trained on.
+    apart = True if text == PYTHON_DOCS else None
+    ids = token_ids(tokenizer, documents(text, held_out=apart), limit=needed)
     if len(ids) < suite.row_tokens:
         raise ValueError(
-            f"--text {text}: its held-out part has {len(ids):,} tokens, fewer than one row of "
+            f"--text {text} has {len(ids):,} tokens to score, fewer than one row of "
             f"{suite.row_tokens:,}; give a longer text"
         )
     return token_rows(ids, suite.row_tokens, count, spaced=suite.spaced)
