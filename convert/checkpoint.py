@@ -93,7 +93,7 @@ def convert_checkpoint(
     partial = out.with_name(f"{out.name}{PARTIAL}{os.getpid()}")
     try:
         _fill(job, partial, verify, say)
-        _sync(partial)
+        _sync(*partial.iterdir(), partial)
         partial.rename(out)
         _sync(out.parent)
     except OSError as error:
@@ -409,12 +409,13 @@ def _refuse_failures(job: Conversion, checks: list[Check]) -> None:
         raise RuntimeError(f"verification failed, so nothing was left at {job.out}: {rows}")
 
 
-def _sync(folder: Path) -> None:
-    """Make a folder's names, and its small files, durable."""
-    for path in (*(p for p in folder.iterdir() if p.is_file() and p.suffix != ".safetensors"), folder):
-        if path == folder or PARTIAL in folder.name:
-            handle = os.open(path, os.O_RDONLY)
+def _sync(*paths: Path) -> None:
+    """Make files, and the names in folders, durable."""
+    for path in paths:
+        handle = os.open(path, os.O_RDONLY)
+        try:
             os.fsync(handle)
+        finally:
             os.close(handle)
 
 

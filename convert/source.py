@@ -164,7 +164,7 @@ def open_source(name: str | Path, *, allow_pickle: bool = False, converted: bool
     Raises:
         ValueError: for everything that makes it no Llama or Mistral checkpoint we can convert.
     """
-    folder = _folder(str(name))
+    folder = _folder(str(name), allow_pickle)
     config = _json(folder / "config.json") if converted else read_config(folder)
     entries = _entries(folder, allow_pickle)
     companions = sorted({p.name for pattern in COMPANIONS for p in folder.glob(pattern) if p.is_file()})
@@ -173,7 +173,7 @@ def open_source(name: str | Path, *, allow_pickle: bool = False, converted: bool
     return Source(str(name), folder, config, entries, tuple(companions), revision)
 
 
-def _folder(name: str) -> Path:
+def _folder(name: str, allow_pickle: bool) -> Path:
     folder = Path(name).expanduser()
     if folder.is_dir():
         return folder
@@ -183,9 +183,12 @@ def _folder(name: str) -> Path:
         raise ValueError(f"{name}: there is no such folder (and a hub id looks like owner/name)")
     from huggingface_hub import snapshot_download
 
-    patterns = ["config.json", "*.safetensors", INDEX, PICKLE_INDEX, *COMPANIONS]
+    patterns = ["config.json", "*.safetensors", INDEX, *COMPANIONS]
+    patterns += ["*.bin", PICKLE_INDEX] if allow_pickle else []
     try:
-        return Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*"]))
+        return Path(
+            snapshot_download(name, allow_patterns=patterns, ignore_patterns=["*/*", "consolidated*"])
+        )
     except Exception as error:  # the hub client raises many kinds, and all mean the same to the user
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise ValueError(

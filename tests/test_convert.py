@@ -2,6 +2,7 @@
 
 import errno
 import json
+import math
 import os
 import shutil
 import subprocess
@@ -22,6 +23,7 @@ from unsoftmax.convert.source import SINGLE, open_source
 from unsoftmax.convert.start import TeacherLayers, start_layers
 from unsoftmax.convert.verify import verify_conversion, window_control
 from unsoftmax.convert.weights import plan_weights, skeleton
+from unsoftmax.kernels.gsa.layer import GatedSlotAttention
 from unsoftmax.kernels.mixer import Mixer
 from unsoftmax.recipes.schema import Recipe, parse_recipe
 
@@ -210,7 +212,7 @@ def test_a_start_that_is_not_finite_is_refused_by_name(tmp_path, monkeypatch):
         next(iter(self.new_parameters().values())).data.fill_(float("nan"))
         return mixer(self, batches)
 
-    monkeypatch.setattr("unsoftmax.kernels.gsa.layer.GatedSlotAttention.fit", broken)
+    monkeypatch.setattr(GatedSlotAttention, "fit", broken)
     with pytest.raises(ValueError, match=r"layers\.0\.self_attn\.importance.*NaN or inf.*calibration\.text"):
         started(tiny_source(tmp_path / "s"), MEMORY, lambda: torch.zeros(1, 8).long())
 
@@ -256,9 +258,20 @@ def test_scrambled_heads_fail_the_checks(memory, recipe, said, tmp_path, monkeyp
     monkeypatch.setattr(verify, "available_memory", lambda: memory)
     checks = {c.name: c for c in verify_conversion(source, out, plan, chosen, say=said.append)}
     assert checks["copied tensors whose bits differ"].passed is False
-    ring = "ring start against the window control, rel. error"
-    identity = "identity conversion (all softmax), largest difference"
-    assert checks[ring if memory else identity].passed is False
+    assert checks[verify.RING if memory else verify.IDENTITY].passed is False
+
+
+@pytest.mark.parametrize("forgotten, row", [("mask", "left padding"), ("state", "prefill in pieces")])
+def test_a_mixer_that_forgets_an_argument_is_found(forgotten, row, recipe, said, tmp_path, monkeypatch):
+    forward = GatedSlotAttention.forward
+
+    def careless(self, x, **given):
+        return forward(self, x, **(given | {forgotten: None}))
+
+    monkeypatch.setattr(GatedSlotAttention, "forward", careless)
+    with pytest.raises(RuntimeError, match=row):
+        convert_checkpoint(tiny_source(tmp_path / "s"), tmp_path / "out", recipe(RING), say=said.append)
+    assert sum("FAIL" in line for line in said) == 1
 
 
 def test_a_failed_check_leaves_nothing_and_names_the_row(recipe, said, tmp_path, monkeypatch):
@@ -275,11 +288,19 @@ def test_a_number_that_is_nan_never_passes():
 
 def test_the_window_control_has_the_reach_of_the_slots():
     config = convert_config(tiny_model().config, [MEMORY, RING, {"name": "softmax"}])
-    exact, entries = window_control(config)
+    limit, entries = window_control(config)
     window = {"name": "window", "window": 14, "sinks": 2}
-    assert not exact and entries == [window, window, {"name": "softmax"}]
+    assert limit is None and entries == [window, window, {"name": "softmax"}]
     config.layer_mixers = config.layer_mixers[1:]
-    assert window_control(config)[0]
+    assert window_control(config)[0] == pytest.approx(1e-4 + 10 * math.exp(-9))
+
+
+def test_a_pickle_source_is_converted_and_verified(recipe, said, tmp_path):
+    folder = tiny_source(tmp_path / "s")
+    torch.save(load_file(folder / SINGLE), folder / "pytorch_model.bin")
+    (folder / SINGLE).unlink()
+    convert_checkpoint(folder, tmp_path / "out", recipe(MEMORY), allow_pickle=True, say=said.append)
+    assert sum("PASS" in line for line in said) == 4 and not any("FAIL" in line for line in said)
 
 
 # ---- all or nothing
