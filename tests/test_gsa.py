@@ -185,7 +185,7 @@ def test_with_mass_ones_in_the_values_come_out_as_ones(gates, device):
 
 
 @pytest.mark.parametrize("op", [gsa, gsa_reference])
-def test_slots_never_written_take_no_part_and_pass_no_gradient(device):
+def test_slots_never_written_take_no_part_and_pass_no_gradient(op, device):
     q, k, v, g = in_dtype(inputs((1, 20, 2, 1, 4, 4, 5), "soft", device), torch.float32)
     g[..., 3:] = 0
     ours = everything(op, [q, k, v, g], mass=True)
