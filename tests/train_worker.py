@@ -1,4 +1,4 @@
-"""Training runs of the tests, one after another in one launch: python train_worker.py JOBS.json
+"""Training runs of the tests, one after another in one launch. Usage: train_worker.py JOBS.json
 
 Each job: recipe (a tree), run, model, resume, and stop_at: the step after whose checkpoint the process breaks off.
 """
