@@ -496,7 +496,7 @@ def _scalar(hint: type, value: Any, key: str) -> Any:
         raise ValueError(f"{key} is {_kind(value)}; it must be a number{_as_number(value, float)}")
     if hint is int and (not number or isinstance(value, float)):
         raise ValueError(f"{key} is {_kind(value)}; it must be a whole number{_as_number(value, int)}")
-    if hint is float and not math.isfinite(value):
+    if isinstance(value, float) and not math.isfinite(value):
         raise ValueError(f"{key} is {value}; it must be a finite number")
     return hint(value)
 
