@@ -10,7 +10,7 @@ from typing import Any
 
 from unsoftmax.eval.plot import Curve, Plot
 from unsoftmax.eval.report import Row, score_lines, write_report
-from unsoftmax.eval.results import number
+from unsoftmax.eval.results import error_of, number
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,9 +120,9 @@ def _one_teacher(rows: list[Row]) -> list[Row]:
 
 def short_names(paths: Sequence[str]) -> list[str]:
     """The shortest endings of the paths that tell them apart."""
-    parts = [
-        Path(path).with_suffix("").parts if path.endswith(".json") else Path(path).parts for path in paths
-    ]
+    files = [Path(path).with_suffix("") if path.endswith(".json") else Path(path) for path in paths]
+    named = [file.parent if file.name == "results" and file.parent.name else file for file in files]
+    parts = [file.parts for file in named]
     for length in range(1, max(map(len, parts), default=1) + 1):
         names = ["/".join(part[-length:]) for part in parts]
         if len(set(names)) == len(names):
@@ -145,7 +145,7 @@ def table_lines(rows: Sequence[Row]) -> list[str]:
 def _text_cell(value: float | None, error: float | None) -> str:
     if value is None:
         return "-"
-    return f"{number(value)} ± {number(error)}" if error else number(value)
+    return f"{number(value)} ± {error_of(error)}" if error else number(value)
 
 
 def run_plots(logs: dict[str, RunLog], colours: Sequence[str]) -> list[Plot]:

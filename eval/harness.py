@@ -296,7 +296,7 @@ def _score_tasks(
         started = time.time()
         try:
             scores[task.name] = _score_task(task, manager, language_model, digest, settings)
-        except (MissingData, ImportError) as error:
+        except (MissingData, ImportError, OSError) as error:
             if not task.optional:
                 raise ValueError(f"{task.name}: {error}") from error
             not_run[task.name] = f"{task.name}: {error}"

@@ -22,6 +22,7 @@ import yaml
 from unsoftmax.eval.suites import find_folder, folder_names
 
 SPLITS = ("train", "validation", "test", "dev")
+FORMATS = ("json", "parquet", "csv", "text")  # load_dataset reads these from the files it is given
 
 
 class MissingData(ValueError):
@@ -112,28 +113,43 @@ def local_datasets(data: Path | None) -> Iterator[dict[str, str]]:
     Yields a dict that fills with file path to SHA-256 for all that was read. A data set that cannot be had
     raises MissingData.
     """
-    stock, read_files = datasets.load_dataset, {}
-
-    def load(path: str, name: str | None = None, *args: Any, **options: Any) -> Any:
-        if data is None:
-            try:
-                return stock(path, name, *args, **options)
-            except Exception as error:  # the hub client raises many unrelated types when there is no network
-                raise MissingData(
-                    f"the data set {path} could not be had from the hub ({type(error).__name__}: {error}); "
-                    f"give --data DIR with the folder DIR/{folder_names(path)[1]}"
-                ) from error
-        folder = find_folder(data, path)
-        if folder is None:
-            looked = " or ".join(str(data / n) for n in folder_names(path))
-            raise MissingData(f"the data set {path} is not under --data: no {looked}")
-        for files in split_files(folder, name).values():
-            for file in files:
-                read_files[str(file.relative_to(data))] = hashlib.sha256(file.read_bytes()).hexdigest()
-        return read(folder, name)
-
-    datasets.load_dataset = load
+    read_files: dict[str, str] = {}
+    _sources.append((data, read_files))
+    datasets.load_dataset = _load
     try:
         yield read_files
     finally:
-        datasets.load_dataset = stock
+        _sources.pop()
+        datasets.load_dataset = _load if _sources else _stock
+
+
+# A task module that says `from datasets import load_dataset` keeps what stood there when it was first
+# imported, so one function serves all blocks, and acts as the stock one outside of them.
+_stock = datasets.load_dataset
+_sources: list[tuple[Path | None, dict[str, str]]] = []
+
+
+def _load(path: str, name: str | None = None, *args: Any, **options: Any) -> Any:
+    data, read_files = _sources[-1] if _sources else (None, {})
+    if not _sources or path in FORMATS:
+        return _stock(path, name, *args, **options)
+    if data is None:
+        return _from_hub(path, name, *args, **options)
+    folder = find_folder(data, path)
+    if folder is None:
+        looked = " or ".join(str(data / n) for n in folder_names(path))
+        raise MissingData(f"the data set {path} is not under --data: no {looked}")
+    for files in split_files(folder, name).values():
+        for file in files:
+            read_files[str(file.relative_to(data))] = hashlib.sha256(file.read_bytes()).hexdigest()
+    return read(folder, name)
+
+
+def _from_hub(path: str, *args: Any, **options: Any) -> Any:
+    try:
+        return _stock(path, *args, **options)
+    except Exception as error:  # the hub client raises many unrelated types when there is no network
+        raise MissingData(
+            f"the data set {path} could not be had from the hub ({type(error).__name__}: {error}); "
+            f"give --data DIR with the folder DIR/{folder_names(path)[1]}"
+        ) from error

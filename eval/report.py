@@ -10,7 +10,7 @@ from typing import Any
 
 from unsoftmax.eval.heldout import text_lines
 from unsoftmax.eval.plot import Curve, Plot, figure
-from unsoftmax.eval.results import number
+from unsoftmax.eval.results import error_of, number
 
 STYLE = """
 :root { color-scheme: light dark;
@@ -32,7 +32,10 @@ th, td { padding: .3rem .7rem; text-align: right; border-bottom: 1px solid var(-
 th:first-child, td:first-child { text-align: left; position: sticky; left: 0; background: var(--back);
   white-space: normal; min-width: 8.5rem; padding-left: 0; }
 thead th { vertical-align: bottom; border-bottom: 2px solid var(--soft); white-space: normal; }
-td small { color: var(--soft); }
+td small { color: var(--soft); white-space: nowrap; }
+@media (max-width: 40rem) {
+  th, td { padding: .3rem .4rem; } td small { display: block; }
+  th:first-child, td:first-child { min-width: 6.5rem; } }
 .plots { display: grid; gap: 1.6rem 2rem;
   grid-template-columns: repeat(auto-fit, minmax(min(100%, 25rem), 1fr)); }
 figure { margin: 0; }
@@ -162,7 +165,7 @@ def score_table(rows: Sequence[Row]) -> str:
 def _cell(value: float | None, error: float | None) -> str:
     if value is None:
         return "<td>–</td>"
-    small = f" <small>± {number(error)}</small>" if error else ""
+    small = f" <small>± {error_of(error)}</small>" if error else ""
     return f"<td>{number(value)}{small}</td>"
 
 
@@ -220,8 +223,8 @@ def _lifetime_cell(slots: dict[str, Any] | None) -> str:
     if slots["kept"] > 0.99:
         return "<td>kept</td>"
     kept = f", {slots['kept']:.0%} kept" if slots["kept"] >= 0.005 else ""
-    spread = f" <small>({number(slots['p10'])} – {number(slots['p90'])}{kept})</small>"
-    return f"<td>{number(slots['median'])}{spread}</td>"
+    spread = f" <small>({slots['p10']:.0f} – {slots['p90']:.0f}{kept})</small>"
+    return f"<td>{slots['median']:.0f}{spread}</td>"
 
 
 def lifetime_plot(lifetimes: Sequence[dict[str, Any]]) -> Plot | None:

@@ -129,12 +129,12 @@ def markdown(result: dict[str, Any]) -> str:
 def _score_row(row: dict[str, Any]) -> str:
     metric = row["metric"] if row["filter"] == "none" else f"{row['metric']} ({row['filter']})"
     teacher = number(row["teacher"]) + (
-        f" ± {number(row['teacher_stderr'])}" if row["teacher_stderr"] else ""
+        f" ± {error_of(row['teacher_stderr'])}" if row["teacher_stderr"] else ""
     )
     items = f"{row['items']:,}"
     if row["items"] < row["items_in_full"]:
         items += f" of {row['items_in_full']:,} (limited)"
-    scores = (number(row["score"]), number(row["stderr"]), teacher, number(row["difference"], sign=True))
+    scores = (number(row["score"]), error_of(row["stderr"]), teacher, number(row["difference"], sign=True))
     shots = ", ".join(map(str, row["shots"]))
     return "| " + " | ".join((row["task"], metric, *scores, shots, items, str(row["version"]))) + " |"
 
@@ -172,6 +172,14 @@ def _conditions(result: dict[str, Any]) -> list[str]:
     return [weights, "", how, "", f"{made}; {result['date']}, {result['seconds']:.0f} s"]
 
 
-def number(value: float | None, *, sign: bool = False) -> str:
-    """Four digits; empty for None."""
-    return "" if value is None else f"{value:{'+' if sign else ''}.4g}"
+def number(value: float | None, *, sign: bool = False, digits: int = 4) -> str:
+    """So many digits, or all of them before the point; empty for None."""
+    plus = "+" if sign else ""
+    if value is None:
+        return ""
+    return f"{value:{plus},.0f}" if abs(value) >= 1000 else f"{value:{plus}#.{digits}g}".rstrip(".")
+
+
+def error_of(value: float | None) -> str:
+    """A standard error as it stands after ±."""
+    return number(value, digits=2)

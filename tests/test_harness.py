@@ -50,7 +50,8 @@ def data(tmp_path_factory):
         write(folder / f"mmlu/{split}/anatomy.parquet", rows)
     (folder / "mmlu/README.md").write_text(
         "---\nconfigs:\n- config_name: anatomy\n  data_files:\n"
-        "  - split: test\n    path: test/anatomy.parquet\n  - split: dev\n    path: dev/anatomy.parquet\n---\n"
+        "  - split: test\n    path: test/anatomy.parquet\n"
+        "  - split: dev\n    path: dev/anatomy.parquet\n---\n"
     )
     sums = [{"input": "not True is", "target": "False"}] * 2
     write(folder / "SaylorTwift/bbh/boolean_expressions/test-00000-of-00001.parquet", sums)
@@ -179,6 +180,38 @@ def test_an_optional_task_without_data_is_listed_with_what_it_needs(scored):
     assert "hazyresearch/based-fda" in result["not_run"]["fda"]
     assert "not run: fda needs the data set hazyresearch/based-fda" in (out / "results.md").read_text()
     assert any(line.startswith("not run: fda") for line in said)
+
+
+def test_the_recall_suite_runs_on_local_files(models_at, tmp_path):
+    passage = {"doc_id": "1", "file_name": "f", "key": "name", "question": "?", "title": "t", "context": "c"}
+    for name in ("fda", "swde", "squad"):
+        write(
+            tmp_path / name / "validation.parquet",
+            [{**passage, "text": "Name: Ann. Name:", "value": "Ann"}] * 2,
+        )
+    suite = dataclasses.replace(SUITES["recall"], rows=0)
+    result = evaluate(
+        models_at["student"],
+        suite=suite,
+        data=tmp_path,
+        max_new_tokens=4,
+        device="cpu",
+        say=lambda line: None,
+    )
+    assert {row["task"]: row["items"] for row in result["rows"]} == {
+        "fda": 2,
+        "swde": 2,
+        "squad_completion": 2,
+    }
+    assert result["not_run"] == {}
+
+
+def test_a_hub_that_cannot_be_reached_is_told_with_the_way_out(models_at, monkeypatch):
+    suite = Suite("nq", SMALL.tasks[2:3], rows=0)
+    with pytest.raises(
+        ValueError, match=r"could not be had from the hub .* give --data DIR with .* DIR/nq_open"
+    ):
+        evaluate(models_at["student"], suite=suite, device="cpu", say=lambda line: None)
 
 
 def test_a_run_goes_on_from_the_answers_it_has(models_at, data, scored, monkeypatch, text):

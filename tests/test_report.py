@@ -84,7 +84,7 @@ def test_the_page_holds_every_number(page):
         "24.68",
         "15.65",
         "0.4321",
-        "0.0711",
+        "± 0.071",
         "203",
         "101",
         "307",
@@ -197,11 +197,11 @@ def test_results_and_runs_stand_side_by_side_with_one_teacher(tmp_path):
     page = compare(
         [tmp_path / "a", tmp_path / "b" / "results.json", run], out=tmp_path / "page.html", say=said.append
     )
-    assert said[0].split() == ["teacher", "T", "a", "results", "c"]
+    assert said[0].split() == ["teacher", "T", "a", "b", "c"]
     perplexity = next(line for line in said if line.startswith("perplexity "))
-    assert re.findall(r"(\S+) ±", perplexity) == ["11", "21.5", "22.5", "23.5"]
+    assert re.findall(r"(\S+) ±", perplexity) == ["11.00", "21.50", "22.50", "23.50"]
     html = page.read_text()
-    assert "Training loss" in html and "21.5" in html and "0.5123" in html
+    assert "Training loss" in html and "21.50" in html and "0.5123" in html
 
 
 def test_a_log_whose_last_line_was_cut_is_read_up_to_there(tmp_path):
