@@ -291,6 +291,15 @@ def test_memory_holds_the_latest_important_tokens_beside_the_ring(device):
     assert torch.equal(state.important, important.sum(1))
 
 
+def test_important_tokens_fill_the_memory_from_its_first_slot(device):
+    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=4, memory_rate=0.3)
+    for T in range(3, 20):
+        x, rotary = rows(T, device)
+        state = layer(x, rotary=rotary, keep_state=True)[1]
+        written = state.log_kept[..., -4:] < 0
+        assert torch.equal(written, torch.arange(4, device=device) < state.important[..., None])
+
+
 def test_importance_feels_tokens_that_were_chosen_and_tokens_that_were_not(device):
     layer = layer_of(device, num_slots=12, sinks=2, memory_slots=4, memory_rate=0.3)
     x, rotary = rows(70, device)
