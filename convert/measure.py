@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional as F
+from transformers import PreTrainedModel
 
 RECALL_GAP = 128  # tokens; beyond twice the window of a 64-slot ring
 FIRST_BUCKET = 64  # tokens; buckets double from here
@@ -108,7 +108,7 @@ def recall_mask(rows: torch.Tensor, gap: int = RECALL_GAP) -> torch.Tensor:
 
 
 def measure(
-    model: nn.Module,
+    model: PreTrainedModel,
     rows: torch.Tensor,
     *,
     batch: int = 8,
@@ -144,10 +144,11 @@ def measure(
     return summarise(torch.cat(losses), rows)
 
 
-def _token_nll(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+def _token_nll(model: PreTrainedModel, ids: torch.Tensor) -> torch.Tensor:
     """Loss of each token but the first, [B, T - 1] float32; the logits never exist all at once."""
     hidden = model.model(input_ids=ids, use_cache=False)[0][:, :-1].flatten(0, 1)
     target, head = ids[:, 1:].flatten(), model.get_output_embeddings()
+    assert head is not None, f"{type(model).__name__} has no language model head"
     parts = zip(hidden.split(HEAD_TOKENS), target.split(HEAD_TOKENS))
     nll = [F.cross_entropy(head(h).float(), t, reduction="none") for h, t in parts]
     return torch.cat(nll).view(len(ids), -1)

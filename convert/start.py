@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import time
 from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -69,10 +70,11 @@ class TeacherLayers:
     @torch.no_grad()
     def _run_next(self) -> None:
         model = one_layer(self.source, self._next).to(self.device)
-        seen: dict[str, torch.Tensor | tuple] = {}
+        seen: dict[str, Any] = {}
+        norm, rotary = (model.get_submodule(name) for name in ("layers.0.input_layernorm", "rotary_emb"))
         hooks = [
-            model.layers[0].input_layernorm.register_forward_hook(lambda m, a, out: seen.update(x=out)),
-            model.rotary_emb.register_forward_hook(lambda m, a, out: seen.update(rotary=out)),
+            norm.register_forward_hook(lambda m, a, out: seen.update(x=out)),
+            rotary.register_forward_hook(lambda m, a, out: seen.update(rotary=out)),
         ]
         assert self._hidden is not None
         self._inputs, after = [], []

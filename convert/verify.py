@@ -16,14 +16,14 @@ from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoModel, PretrainedConfig, PreTrainedModel
 from transformers.utils import logging as library_logging
 
 from unsoftmax.convert.config import SOFTMAX
 from unsoftmax.convert.load import load
 from unsoftmax.convert.load import tokenizer as load_tokenizer
 from unsoftmax.convert.measure import Measurement, measure, token_ids, token_rows
-from unsoftmax.convert.model import CACHE, CONVERTED_MODELS
+from unsoftmax.convert.model import CACHE
 from unsoftmax.convert.source import Source, open_source
 from unsoftmax.convert.start import TeacherLayers, one_layer
 from unsoftmax.convert.weights import Plan, differing_copies
@@ -38,7 +38,7 @@ PADDING = 13  # tokens of left padding
 
 # Relative error of hidden states. float32 sums in another order differ by about 1e-6 a layer.
 SAME = 1e-4
-# Ring and window differ by the e^floor that an overwritten slot keeps, times what layers make of it (1.7 seen).
+# Ring and window differ by the e^floor that an overwritten slot keeps, times what layers add (1.7 seen).
 RESIDUES = 10
 
 
@@ -229,12 +229,12 @@ def converted_layer(written: Source, layer: int, entry: dict) -> nn.Module:
     config.layer_mixers = [entry]
     if getattr(config, "layer_types", None):
         config.layer_types = [config.layer_types[layer]]
-    model = CONVERTED_MODELS[written.family.removeprefix("unsoftmax_")].model_class(config)
+    model = AutoModel.from_config(config, dtype=torch.float32)
     model.embed_tokens, model.norm = nn.Identity(), nn.Identity()
     prefix = f"model.layers.{layer}."
     weights = {n: written.read(prefix + n).float() for n in model.layers[0].state_dict()}
     model.layers[0].load_state_dict(weights)
-    return model.float().eval()
+    return model.eval()
 
 
 # ---- the same for both
