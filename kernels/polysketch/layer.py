@@ -74,7 +74,8 @@ class PolySketchOptions(MixerOptions):
         if self.sketch == "exact" and self.degree != 2:
             raise ValueError(
                 f"mixer.degree is {self.degree}, too high for mixer.sketch exact: its state would have "
-                "millions of features a head; use mixer.degree 2, or mixer.sketch learned"
+                "millions of features a head; use mixer.degree 2 or mixer.sketch learned (or mixer.local power and "
+                "a mixer.block as long as the context: exact at any degree, in quadratic time)"
             )
 
 
@@ -92,7 +93,7 @@ class PolySketchAttention(Mixer):
         key_mean [H, D]              what is taken off keys before the power; start 0
         far_scale [HQ], far_query [HQ, D]    log of the factor on far weights; start 0; local="softmax" only
         sketch.query, sketch.key [H, degree / 2, D + 1, r]    the learned sketch; starts as the largest
-            terms of the power over single coordinates, low frequencies first; `fit` takes principal directions
+            terms of the power over single coordinates, low frequencies first; `fit` finds directions
         sketch.leaf, sketch.inner    a random sketch; drawn at the start, never trained
     """
 
