@@ -71,6 +71,12 @@ def tree(here, **train):
     }
 
 
+@pytest.fixture(autouse=True)
+def plain_empty(monkeypatch):
+    """DeepSpeed's large empty buffers are not filled with NaN each time; it would take most of the time."""
+    monkeypatch.setattr(torch.utils.deterministic, "fill_uninitialized_memory", False)
+
+
 @pytest.fixture
 def alone(monkeypatch):
     """Training in this process; the launcher's variables it sets do not outlive the test."""
@@ -126,7 +132,7 @@ def launch(folder, jobs, launcher):
 
 @pytest.fixture(scope="module")
 def two_ranks(here):
-    """Under torchrun: one step on each ZeRO stage, whole runs, and first halves; under deepspeed: the rest."""
+    """Under torchrun one step on each ZeRO stage, whole runs, first halves; under deepspeed the rest."""
     start = str(here / "start")
     jobs = [
         {"recipe": tree(here, zero_stage=z, **ONE_STEP), "run": str(here / f"one-{z}"), "model": start}

@@ -1,6 +1,6 @@
 """Training runs of the tests, one after another in one launch. Usage: train_worker.py JOBS.json
 
-Each job: recipe (a tree), run, model, resume, and stop_at: the step after whose checkpoint the process breaks off.
+Each job: recipe (a tree), run, model, resume, and stop_at: the step whose checkpoint is the last thing done.
 """
 
 from __future__ import annotations

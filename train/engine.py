@@ -30,6 +30,7 @@ from unsoftmax.recipes.schema import Recipe, accumulation
 from unsoftmax.train.objective import NextToken
 from unsoftmax.train.packing import Batch
 
+BUCKET = 50_000_000  # elements; DeepSpeed's own 500 million would be a buffer of 2 GB in float32
 PREFIX = "model."  # what NextToken puts before the model's own parameter names
 
 
@@ -115,10 +116,12 @@ def deepspeed_config(recipe: Recipe, world: int) -> dict[str, Any]:
     return {
         "train_micro_batch_size_per_gpu": t.micro_batch_sequences,
         "gradient_accumulation_steps": accumulation(recipe, world),
-        "gradient_clipping": t.grad_clip,
+        "gradient_clipping": t.grad_clip if t.zero_stage else 0.0,  # without ZeRO we clip: see _finish
         "zero_optimization": {
             "stage": t.zero_stage,
             "overlap_comm": False,  # has raced with multi-rank buckets (DeepSpeed #4298, #5347)
+            "reduce_bucket_size": BUCKET,
+            "allgather_bucket_size": BUCKET,
         },
         "torch_autocast": {
             "enabled": t.dtype == "bf16",
@@ -175,6 +178,12 @@ def _load_sharded(load_model: Callable[[], nn.Module], config: dict[str, Any]) -
     return model
 
 
+def _recompute_layers(model: nn.Module) -> None:
+    new_name = getattr(model, "activation_checkpointing_enable", None)  # since transformers 5.24
+    enable = new_name or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})  # type: ignore[operator]
+
+
 class Engine:
     """A model in training: pass, step, save, load.
 
@@ -187,7 +196,7 @@ class Engine:
         config = deepspeed_config(recipe, place.world)
         model = _load_sharded(load_model, config) if recipe.train.zero_stage == 3 else load_model()
         if recipe.train.activation_checkpointing:
-            model.gradient_checkpointing_enable({"use_reentrant": False})  # type: ignore[operator]
+            _recompute_layers(model)
         objective = NextToken(model).to(place.device).train()
         self._names = [n.removeprefix(PREFIX) for n, _ in objective.named_parameters()]
         self._seen = torch.zeros(len(self._names), device=place.device)
@@ -234,7 +243,7 @@ class Engine:
         dist.all_reduce(report)
         values = report.tolist()
         bad = [name for name, count in zip(self._names, values[1:], strict=True) if count]
-        norm = self._plain_norm() if self.recipe.train.zero_stage == 0 else None
+        norm = self._plain_clip() if self.recipe.train.zero_stage == 0 else None
         applied = not bad and (norm is None or np.isfinite(norm))
         if not applied and self.recipe.train.zero_stage == 0:
             self._engine.zero_grad()  # AdamW passes over parameters that have no gradient
@@ -248,9 +257,10 @@ class Engine:
                 )
         return StepResult(values[0], norm, bool(applied), bad)
 
-    def _plain_norm(self) -> float:
-        grads = [p.grad for p in self._engine.module.parameters() if p.grad is not None]
-        return float(torch.nn.utils.get_total_norm(grads))
+    def _plain_clip(self) -> float:
+        """Clip the gradient as ZeRO would, and return its norm before."""
+        most = self.recipe.train.grad_clip or float("inf")
+        return float(torch.nn.utils.clip_grad_norm_(self._engine.module.parameters(), most))
 
     def bad_weights(self) -> list[str]:
         """Names of parameters with an entry that is not finite (of this rank's shard under ZeRO-3)."""
