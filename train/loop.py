@@ -24,7 +24,14 @@ from unsoftmax.train.progress import BadSteps, Progress, short
 from unsoftmax.train.schedule import learning_rate
 
 
-def train(recipe: Recipe, run: Path, *, model: str | None = None, resume: str | None = None) -> Path:
+def train(
+    recipe: Recipe,
+    run: Path,
+    *,
+    model: str | None = None,
+    resume: str | None = None,
+    stop_after: int | None = None,
+) -> Path | None:
     """Train a converted checkpoint by a recipe; works under deepspeed, torchrun, and as one plain process.
 
     Args:
@@ -32,23 +39,33 @@ def train(recipe: Recipe, run: Path, *, model: str | None = None, resume: str | 
         run: folder that gets log, checkpoints, TensorBoard and, at the end, `export`.
         model: the converted checkpoint's folder; None takes the one the run began with.
         resume: "auto" continues from the newest whole checkpoint in `run`, or begins if there is none.
+        stop_after: score, save and stop after this step of the run, for a machine lent for a while; the
+            schedule stays that of the whole run, and `resume` goes on from there.
 
     Returns:
-        The exported folder.
+        The exported folder, or None if the run stopped before its end.
 
     Raises:
         ValueError: the recipe does not fit the number of processes, the run folder or the checkpoint.
         FloatingPointError: train.max_bad_steps steps in a row were not finite.
     """
     run = Path(run)
+    if stop_after is not None and stop_after < 1:
+        raise ValueError(f"--stop-after is {stop_after}; it must be a step of the run, 1 or more")
     place = engine.start(recipe.train.seed)
     start = _open_run(recipe, run, model, resume, place)
     job = _prepare(recipe, run, start, place)
+    last = total_steps(recipe)
+    stop = last if stop_after is None else min(stop_after, last)
     try:
-        _train(job)
+        _train(job, stop)
     finally:
         job.progress.close()
-    out = _finish(job)
+    if stop == last:
+        out = _finish(job)
+    else:
+        out = None
+        job.progress.say(f"stopped after step {stop} of {last}; --resume auto goes on")
     engine.leave_at_exit()
     return out
 
@@ -66,8 +83,8 @@ class Job(NamedTuple):
     begun: Resumed
 
 
-def _train(job: Job) -> None:
-    t, last = job.recipe.train, total_steps(job.recipe)
+def _train(job: Job, last: int) -> None:
+    t = job.recipe.train
     step, tokens, _ = job.begun
     bad = BadSteps(t.max_bad_steps)
     with Prefetch(_batches(job)) as data:

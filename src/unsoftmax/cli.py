@@ -58,6 +58,9 @@ def train(argv: list[str] | None = None) -> int:
     p.add_argument(
         "--resume", choices=["auto"], help="auto: go on from DIR's newest whole checkpoint, or begin"
     )
+    p.add_argument(
+        "--stop-after", metavar="STEP", type=int, help="save and stop after this step; --resume auto goes on"
+    )
     p.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], dest="overrides", help=SET)
     # deepspeed's launcher adds it unless told --no_local_rank; the environment says the same
     p.add_argument("--local_rank", "--local-rank", help=argparse.SUPPRESS)
@@ -68,7 +71,7 @@ def train(argv: list[str] | None = None) -> int:
         recipe = load_recipe(a.recipe, a.overrides)
         from unsoftmax.train.loop import train as train_run
 
-        train_run(recipe, a.run, model=a.model, resume=a.resume)
+        train_run(recipe, a.run, model=a.model, resume=a.resume, stop_after=a.stop_after)
 
     return _run(p, argv, run)
 
