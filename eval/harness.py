@@ -288,7 +288,8 @@ def _score_tasks(
 ) -> dict[str, Any]:
     from lm_eval.models.huggingface import HFLM
 
-    language_model = HFLM(pretrained=model, tokenizer=tokenizer, batch_size=settings.batch_size)
+    wrap: Any = HFLM  # its registration decorator hides the constructor from type checkers
+    language_model = wrap(pretrained=model, tokenizer=tokenizer, batch_size=settings.batch_size)
     manager, scores = _task_manager(), {}
     for task in settings.suite.tasks:
         if task.name in not_run:
@@ -325,7 +326,7 @@ def _score_task(
         _check_items(name, member, task.shots)
         _check_length(name, member, language_model.max_length, settings.max_new_tokens)
     group = loaded["groups"].get(task.name)
-    raw = simple_evaluate(
+    raw: Any = simple_evaluate(
         model=language_model,
         tasks=[group] if group is not None else list(loaded["tasks"].values()),
         task_manager=manager,

@@ -156,15 +156,17 @@ def test_a_model_that_always_answers_a_is_told():
     class Choice:
         OUTPUT_TYPE = "multiple_choice"
 
-    def letters(best):
+    def stuck_at(best):
         likelihoods = [
             [(-1.0, False) if place == best(n) else (-2.0, False) for place in range(4)] for n in range(40)
         ]
         samples = [{"filtered_resps": found, "target": n % 4} for n, found in enumerate(likelihoods)]
-        return count_letters({"task": samples}, {"task": Choice()})
+        counted = count_letters({"task": samples}, {"task": Choice()})
+        assert counted is not None
+        return counted["always"]
 
-    assert letters(lambda n: 0)["always"] == "A"
-    assert letters(lambda n: n % 4)["always"] is None
+    assert stuck_at(lambda n: 0) == "A"
+    assert stuck_at(lambda n: n % 4) is None
 
 
 def test_answers_that_no_model_could_give_are_counted(scored):
