@@ -76,7 +76,7 @@ class ConvertedLayer:
             self.self_attn = MIXERS[entry["name"]](attention_shape(config), options)
             for new in _new_tensors(self.self_attn).values():
                 if new.is_floating_point():
-                    new.data = new.data.float()  # gates lose every long half-life in bfloat16
+                    new.data = new.data.float()  # and loads so: in bfloat16 gates lose every long half-life
 
     def forward(
         self,
@@ -139,7 +139,7 @@ class ConvertedWeights:
             new[name].data.copy_(value)
 
     def _initialize_weights(self, module: nn.Module, is_custom_code: bool = False) -> None:
-        # the library's shortcut for remote code passes over a Mixer: its parameters all sit in children
+        # the library's shortcut for code outside it passes over a module whose parameters sit in children
         super()._initialize_weights(module, False)
 
 
@@ -159,13 +159,6 @@ class ConvertedModel(ConvertedWeights):
         self.norm = self.norm_class(config.hidden_size, eps=config.rms_norm_eps)
         self.rotary_emb = self.rotary_class(config=config)
         self.gradient_checkpointing = False
-        self._keep_in_fp32_modules_strict = {
-            f"layers.{i}.self_attn.{name}"
-            for i, layer in enumerate(self.layers)
-            if isinstance(layer.self_attn, Mixer)
-            for name, new in _new_tensors(layer.self_attn).items()
-            if new.is_floating_point()
-        }
         self.post_init()
 
     @merge_with_config_defaults

@@ -258,11 +258,11 @@ def test_a_loss_on_one_document_gives_another_no_gradient(model):
 
 
 def test_positions_that_start_anew_mean_documents(model):
-    row, positions = IDS[:1], torch.cat([torch.arange(9), torch.arange(14)]).unsqueeze(0)
-    expected = model(row, cu_seqlens=torch.tensor([0, 9, 23])).logits
+    row, cuts = IDS[:1], torch.tensor([0, 9, 10, 23])
+    positions = torch.cat([torch.arange(n) for n in (9, 1, 13)]).unsqueeze(0)
+    expected = model(row, cu_seqlens=cuts).logits
     torch.testing.assert_close(model(row, position_ids=positions, use_cache=False).logits, expected)
-    flattened = model(row, cu_seq_lens_q=torch.tensor([0, 9, 23]), position_ids=positions).logits
-    torch.testing.assert_close(flattened, expected)
+    torch.testing.assert_close(model(row, cu_seq_lens_q=cuts, position_ids=positions).logits, expected)
     with pytest.raises(ValueError, match="one row"):
         model(IDS, position_ids=positions.expand(2, -1))
 
@@ -366,6 +366,12 @@ def test_a_cache_of_softmax_layers_alone_can_be_cropped():
     assert cache.get_seq_length() == 14 and cache.seen.tolist() == [10, 12]
 
 
+def test_softmax_layers_with_a_sliding_window_keep_no_more_than_it():
+    ours = converted(tiny_model("mistral", sliding_window=5), [KEPT, RING, KEPT])
+    _, cache = steps(ours, IDS, [20, 1, 1])
+    assert cache.layers[0].keys.shape[-2] == 4 and cache.get_seq_length() == 22
+
+
 def test_cache_rows_can_be_chosen_repeated_and_emptied(model):
     mask = torch.tensor([PADDING["left"], PADDING["inside"]])
     expected = model(IDS, attention_mask=mask, use_cache=False).logits[:, 20:]
@@ -419,20 +425,20 @@ def drop(folder: Path, key: str) -> None:
 
 
 def test_a_new_parameter_that_is_missing_gets_its_documented_start_and_no_other_does(tmp_path):
-    ours = converted(tiny_model(), [MEMORY] * 3)
-    with torch.no_grad():
-        for layer in ours.model.layers:
-            layer.self_attn.importance.weight.fill_(0.5)
-            layer.self_attn.importance.bias.fill_(0.5)
+    ours = converted(tiny_model(), [MEMORY, MEMORY, POLY])
+    dropped = {"model.layers.1.self_attn.importance.bias", "model.layers.2.self_attn.offset"}
+    for layer in ours.model.layers:
+        layer.self_attn.reset_new_parameters()
+    start = {name: ours.state_dict()[name].clone() for name in dropped}
+    for tensor in ours.state_dict().values():
+        tensor.fill_(0.5)
     ours.save_pretrained(tmp_path)
-    drop(tmp_path, "model.layers.1.self_attn.importance.bias")
+    for name in dropped:
+        drop(tmp_path, name)
     again, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert set(report["missing_keys"]) == {"model.layers.1.self_attn.importance.bias"}
-    attention = again.model.layers[1].self_attn
-    start = copy.deepcopy(attention)
-    start.reset_new_parameters()
-    assert torch.equal(attention.importance.bias, start.importance.bias)
-    assert attention.importance.weight.eq(0.5).all()
+    assert set(report["missing_keys"]) == dropped
+    for name, tensor in again.state_dict().items():
+        assert torch.equal(tensor, start.get(name, torch.full_like(tensor, 0.5))), name
     with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.self_attn\.importance\.bias"):
         load(tmp_path)
 
