@@ -14,7 +14,7 @@ from tiny import tiny_model, tiny_source
 from unsoftmax.convert import source as source_module
 from unsoftmax.convert.config import convert_config
 from unsoftmax.convert.model import CONVERTED_MODELS
-from unsoftmax.convert.source import INDEX, SINGLE, open_source
+from unsoftmax.convert.source import INDEX, SINGLE, open_source, read_header
 from unsoftmax.convert.weights import differing_copies, plan_weights, skeleton, write_weights
 
 MEMORY = {"name": "gsa", "num_slots": 16, "sinks": 2, "memory_slots": 6}
@@ -72,6 +72,14 @@ def test_copied_tensors_keep_their_bits_and_their_shards(family, shards, tmp_pat
         assert index["weight_map"].keys() == written.keys()
 
 
+def test_wide_tensors_come_first_so_that_each_is_aligned(tmp_path):
+    source, plan = planned(tiny_source(tmp_path / "s", dtype=torch.bfloat16))
+    write_weights(source, plan, zeros(plan), tmp_path)
+    entries = read_header(tmp_path / SINGLE).values()
+    sizes = [entry.dtype.itemsize for entry in sorted(entries, key=lambda entry: entry.start)]
+    assert sizes == sorted(sizes, reverse=True) and {2, 4} == set(sizes)
+
+
 def test_the_missing_set_is_exactly_what_the_mixers_declare(tmp_path):
     _, plan = planned(tiny_source(tmp_path / "s"))
     names = ("importance.weight", "importance.bias")
@@ -112,10 +120,14 @@ def test_rotary_tables_of_old_checkpoints_are_not_needed(tmp_path):
     assert plan.unused == {"model.layers.0.self_attn.rotary_emb.inv_freq": "computed from config.json"}
 
 
-def test_a_stored_head_is_unneeded_when_tied_and_equal_and_refused_when_it_differs(tmp_path):
+def test_a_stored_head_is_unneeded_when_tied_and_equal_and_refused_when_it_differs(tmp_path, monkeypatch):
+    monkeypatch.setattr(source_module, "PIECE_BYTES", 128)  # one row
     folder = tiny_source(tmp_path / "s", tie_word_embeddings=True)
     edit_weights(folder, lambda w: w.update({"lm_head.weight": w["model.embed_tokens.weight"].clone()}))
     assert "lm_head.weight" in planned(folder)[1].unused
+    edit_weights(folder, lambda w: w.update({"lm_head.weight": w["lm_head.weight"][:-1].clone()}))
+    with pytest.raises(ValueError, match="differs"):
+        planned(folder)
     edit_weights(folder, lambda w: w["lm_head.weight"].add_(1))
     with pytest.raises(ValueError, match=r"tie_word_embeddings is true, but lm_head\.weight differs"):
         planned(folder)
