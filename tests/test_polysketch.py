@@ -284,11 +284,12 @@ def test_constant_keys_keep_their_count_over_eight_thousand_tokens(device):
     assert abs(mass / T - 1) < 1e-5
 
 
-def test_extreme_scores_stay_finite_and_equal_the_definition(device):
+@pytest.mark.parametrize(("size", "far"), [(200, -150.0), (200, 30.0), (1, 150.0), (1, -150.0)])
+def test_extreme_weights_stay_finite_and_equal_the_definition(size, far, device):
     T = 3 * C
     tensors = inputs(T, device)
-    tensors[0] = tensors[0] * 200  # logits of some hundreds, of both signs
-    rule = {"local": "softmax", "block": C, "sinks": 2, "far_scale": torch.full((HQ,), 30.0, device=device)}
+    tensors[0] = tensors[0] * size  # logits of some hundreds, of both signs
+    rule = {"local": "softmax", "block": C, "sinks": 2, "far_scale": torch.full((HQ,), far, device=device)}
     gold, _ = polysketch_reference(*tensors, **rule)
     exact, _ = polysketch(*tensors, **rule)
     assert_as_good_as("o", exact, gold, gold)

@@ -74,8 +74,8 @@ class PolySketchOptions(MixerOptions):
         if self.sketch == "exact" and self.degree != 2:
             raise ValueError(
                 f"mixer.degree is {self.degree}, too high for mixer.sketch exact: its state would have "
-                "millions of features a head; use mixer.degree 2 or mixer.sketch learned (or mixer.local power and "
-                "a mixer.block as long as the context: exact at any degree, in quadratic time)"
+                "millions of features a head; use mixer.degree 2 or mixer.sketch learned (or "
+                "mixer.local power and a mixer.block as long as the context: exact, in quadratic time)"
             )
 
 
