@@ -38,9 +38,6 @@ PADDING = 13  # tokens of left padding
 
 # Relative error of hidden states. float32 sums in another order differ by about 1e-6 a layer.
 SAME = 1e-4
-# Ring and window differ by the e^floor that an overwritten slot keeps, times what layers add (1.7 seen).
-RESIDUES = 10
-
 
 IDENTITY = "identity conversion (all softmax), largest difference"
 RING = "ring start against the window control, rel. error"
@@ -168,17 +165,16 @@ def window_control(config: PretrainedConfig) -> tuple[float | None, list[dict]]:
 
     None where slots are kept for memory: then ring and window see other tokens, and differ.
     """
-    entries, floors, same = [], [], True
+    entries, same = [], True
     for entry in config.layer_mixers:
         if entry["name"] == "gsa" and entry["start"] == "ring":
             sinks = entry["sinks"]
             entries.append({"name": "window", "window": entry["num_slots"] - sinks, "sinks": sinks})
-            floors.append(entry["floor"])
             same = same and not entry["memory_slots"]
         else:
             entries.append(entry)
             same = same and entry["name"] in (SOFTMAX, "window")
-    return (SAME + RESIDUES * math.exp(max(floors, default=-math.inf)) if same else None), entries
+    return (SAME if same else None), entries
 
 
 def _reload_differs(model: PreTrainedModel, folder: Path) -> int:

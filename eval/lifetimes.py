@@ -55,23 +55,34 @@ def _recorded_gates(model: Any) -> Iterator[dict[int, torch.Tensor]]:
     """Within the block, collects log_gate [T, H, M] of each layer's next call, keyed by the module's id."""
     gates: dict[int, torch.Tensor] = {}
     current: list[int] = []
-    stock = gsa_layer.gsa
+    soft, hard = gsa_layer.gsa, gsa_layer.slot_attention
 
     def recording(q, k, v, log_gate, **options):
         gates[current[-1]] = log_gate[0].double().cpu()
-        return stock(q, k, v, log_gate, **options)
+        return soft(q, k, v, log_gate, **options)
+
+    def recording_writes(q, k, v, write, bias, *, num_slots, **options):
+        gates[current[-1]] = gates_of(write[0].cpu(), num_slots)
+        return hard(q, k, v, write, bias, num_slots=num_slots, **options)
 
     hooks = [
         m.register_forward_pre_hook(lambda module, _: current.append(id(module)))
         for _, m in _gsa_layers(model)
     ]
-    gsa_layer.gsa = recording
+    gsa_layer.gsa, gsa_layer.slot_attention = recording, recording_writes
     try:
         yield gates
     finally:
-        gsa_layer.gsa = stock
+        gsa_layer.gsa, gsa_layer.slot_attention = soft, hard
         for hook in hooks:
             hook.remove()
+
+
+def gates_of(write: torch.Tensor, num_slots: int) -> torch.Tensor:
+    """log_gate [T, H, M] float64 of one-hot writes [T, H, W]: nothing is kept where one falls (e^-100)."""
+    T, H, _ = write.shape
+    gates = torch.zeros(T, H, num_slots + 1, dtype=torch.float64)
+    return gates.scatter(-1, write.long() + 1, -100.0)[..., 1:]  # slot 0 takes those who write nowhere
 
 
 def lifetimes_of(log_gate: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -1,20 +1,19 @@
 """The gated slot attention layer: a start that keeps the teacher ("ring"), and the published one ("paper").
 
-ring    The teacher's q, k, v, rotary positions and scale; a read with mass. Each token overwrites one slot
-        and all others stay exactly as they are, so the layer begins as the teacher inside a window:
+ring    The teacher's q, k, v, rotary positions and scale. Each token replaces one slot and all others stay
+        exactly as they are (onehot.py), so the layer begins as the teacher inside a window:
 
             token t < sinks     slot t, which nothing overwrites
             any other           slot sinks + (t - sinks) mod ring
             an important one    also slot sinks + ring + c mod memory_slots, c important ones before it
 
         with ring = num_slots - sinks - memory_slots. A token is important to a key/value head when
-        w x + b >= 0 (`importance`, fitted in closed form by `fit`). The choice is hard; its gradient passes
-        as if the share written were sigmoid(w x + b).
+        w x + b >= 0 (`importance`, fitted in closed form by `fit`). The choice is hard; its gradient comes
+        through biases of value 0, see _straight_through.
 paper   SiLU on q, k, v; no rotary positions; scale 1; log_gate = logsigmoid(f_proj x) / 8; SiLU and RMSNorm
         on the output (arXiv:2409.07146, as in its public layer).
 """
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -25,6 +24,8 @@ import torch.nn.functional as F
 from torch import nn
 
 from unsoftmax.kernels.gsa.chunked import gsa
+from unsoftmax.kernels.gsa.onehot import slot_attention
+from unsoftmax.kernels.gsa.onehot_reference import SlotState
 from unsoftmax.kernels.gsa.reference import GSAState
 from unsoftmax.kernels.mixer import AttentionShape, Mixer, MixerOptions, Rotary, token_index
 
@@ -47,8 +48,6 @@ class GSAOptions(MixerOptions):
     """Slots, of num_slots, that only important tokens enter (ring start)."""
     memory_rate: float = 0.125
     """Share of calibration tokens that are important."""
-    floor: float = -9.0
-    """log_gate at an overwrite: e^floor of the old content stays. -9 leaves 1e-4; -5 leaves 0.7%."""
 
     def __post_init__(self) -> None:
         if self.num_slots < 1:
@@ -73,8 +72,6 @@ class GSAOptions(MixerOptions):
             raise ValueError(
                 f"mixer.memory_rate is {self.memory_rate}; it must lie between 0 and 1, such as 0.125"
             )
-        if not -50 <= self.floor < 0:
-            raise ValueError(f"mixer.floor is {self.floor}; it must lie in [-50, 0), such as -9.0")
 
     @property
     def ring(self) -> int:
@@ -82,12 +79,13 @@ class GSAOptions(MixerOptions):
         return self.num_slots - self.sinks - self.memory_slots
 
 
-class GSALayerState(NamedTuple):
-    """Slots (as GSAState), real tokens seen [B] and important tokens seen [B, H], both int64."""
+class RingState(NamedTuple):
+    """k and v of the slots [B, H, M, D], which of them hold a token [B, H, M] bool; int64 counts of the real
+    tokens seen [B] and of the important ones [B, H]. Biases are all 0, so they are not kept."""
 
     k: torch.Tensor
     v: torch.Tensor
-    log_kept: torch.Tensor
+    filled: torch.Tensor
     seen: torch.Tensor
     important: torch.Tensor
 
@@ -125,42 +123,50 @@ class GatedSlotAttention(Mixer):
         rotary: Rotary,
         mask: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
-        state: GSALayerState | None = None,
+        state: RingState | GSAState | None = None,
         keep_state: bool = False,
-    ) -> tuple[torch.Tensor, GSALayerState | None]:
+    ) -> tuple[torch.Tensor, RingState | GSAState | None]:
         """See Mixer.forward. With cu_seqlens the state's dimension 0 is the documents."""
         if cu_seqlens is not None and (mask is not None or state is not None):
             raise ValueError("cu_seqlens excludes mask and state; pass packed documents alone")
-        paper = self.options.start == "paper"
-        q, k, v = self.project(x, None if paper else rotary)
-        important = None
-        if paper:
-            q, k, v = F.silu(q), F.silu(k), F.silu(v)
-            log_gate = self._soft_gates(x, mask)
+        if self.options.start == "paper":
+            assert state is None or isinstance(state, GSAState)
+            o, new = self._paper(x, mask, cu_seqlens, state)
         else:
-            seen = None if state is None else state.seen
-            index = token_index(mask, cu_seqlens, seen, (x.shape[0], x.shape[1]), x.device)
-            real = torch.ones_like(index, dtype=torch.bool) if mask is None else mask.bool()
-            log_gate, important = self._ring_gates(x, index, real, state, packed=cu_seqlens is not None)
-        slots = None if state is None else GSAState(*state[:3])
-        o, slots = gsa(
+            assert state is None or isinstance(state, RingState)
+            o, new = self._ring(x, rotary, mask, cu_seqlens, state)
+        return self.o_proj(o).to(x.dtype), new if keep_state else None
+
+    def _paper(self, x, mask, cu_seqlens, state: GSAState | None) -> tuple[torch.Tensor, GSAState]:
+        q, k, v = (F.silu(t) for t in self.project(x, None))
+        gate = self._soft_gates(x, mask)
+        o, state = gsa(q, k, v, gate, scale=1.0, state=state, cu_seqlens=cu_seqlens)
+        wide, weight = F.silu(o.flatten(2).to(_wide(x))), self.g_norm.weight
+        return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), NORM_EPS).to(o.dtype), state
+
+    def _ring(self, x, rotary, mask, cu_seqlens, state: RingState | None) -> tuple[torch.Tensor, RingState]:
+        q, k, v = self.project(x, rotary)
+        seen = None if state is None else state.seen
+        index = token_index(mask, cu_seqlens, seen, (x.shape[0], x.shape[1]), x.device)
+        real = torch.ones_like(index, dtype=torch.bool) if mask is None else mask.bool()
+        write, bias, important = self._writes(x, index, real, state, packed=cu_seqlens is not None)
+        slots = None
+        if state is not None:
+            slots = SlotState(state.k, state.v, torch.where(state.filled, 0.0, -torch.inf))
+        o, slots = slot_attention(
             q,
             k,
             v,
-            log_gate,
-            scale=1.0 if paper else self.scale,
-            mass=not paper,
+            write,
+            bias,
+            num_slots=self.options.num_slots,
+            scale=self.scale,
             state=slots,
             cu_seqlens=cu_seqlens,
         )
-        o = o.flatten(2)
-        if paper:
-            wide, weight = F.silu(o.to(_wide(x))), self.g_norm.weight
-            o = F.rms_norm(wide, weight.shape, weight.to(wide.dtype), NORM_EPS).to(o.dtype)
-        y = self.o_proj(o).to(x.dtype)
-        if not keep_state:
-            return y, None
-        return y, GSALayerState(*slots, *self._counters(x, mask, cu_seqlens, state, important))
+        filled = slots.bias > -torch.inf
+        counts = self._counters(x, mask, cu_seqlens, state, important)
+        return o.flatten(2), RingState(slots.k, slots.v, filled, *counts)
 
     def _soft_gates(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """[B, T, H, M]; the sigmoid in float32, where half-lives over 300 tokens still exist."""
@@ -170,24 +176,20 @@ class GatedSlotAttention(Mixer):
         gate = F.logsigmoid(logit.to(_wide(x))) / DAMPING
         return gate if mask is None else gate.masked_fill(~mask.bool()[:, :, None, None], 0.0)
 
-    def _ring_gates(
+    def _writes(
         self,
         x: torch.Tensor,
         index: torch.Tensor,
         real: torch.Tensor,
-        state: GSALayerState | None,
+        state: RingState | None,
         packed: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """log_gate [B, T, H, M] and who is important [B, T, H]; index [B or 1, T] as of token_index."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """write, bias [B, T, H, W] and who is important [B, T, H]; index [B or 1, T] as of token_index."""
         opt, (B, T, _), H = self.options, x.shape, self.shape.num_kv_heads
-        slot = torch.where(index < opt.sinks, index, opt.sinks + (index - opt.sinks) % opt.ring).clamp_min(0)
-        value = torch.where(real, opt.floor, 0.0).to(_wide(x))
-        gate = value.new_zeros(*index.shape, opt.num_slots).scatter(
-            -1, slot.unsqueeze(-1), value.unsqueeze(-1)
-        )
-        gate = gate.unsqueeze(2).expand(B, T, H, -1)
+        slot = torch.where(index < opt.sinks, index, opt.sinks + (index - opt.sinks) % opt.ring)
+        slot = torch.where(real, slot, -1).unsqueeze(-1).expand(B, T, H)
         if not opt.memory_slots:
-            return gate, None
+            return slot.unsqueeze(-1), None, None
         score = self._score(x)
         may = (real & (index >= opt.sinks)).unsqueeze(-1)
         chosen = (score >= 0) & may
@@ -198,9 +200,9 @@ class GatedSlotAttention(Mixer):
             )  # of its document's start
         if state is not None:
             before = before + state.important.unsqueeze(1)
-        slot = opt.sinks + opt.ring + before % opt.memory_slots
-        value = _straight_through(score, chosen, opt.floor).masked_fill(~may, 0.0)
-        return gate.scatter_add(-1, slot.unsqueeze(-1), value.unsqueeze(-1)), chosen
+        memory = torch.where(chosen, opt.sinks + opt.ring + before % opt.memory_slots, -1)
+        bias = _straight_through(score, chosen, may)
+        return torch.stack((slot, memory), -1), bias, chosen
 
     def _score(self, x: torch.Tensor) -> torch.Tensor:
         """[B, T, H]; in float32, so that a choice does not hang on the rounding of a matmul."""
@@ -295,15 +297,17 @@ class _Moments:
         return weight, explained.mean().item()
 
 
-def _straight_through(score: torch.Tensor, chosen: torch.Tensor, floor: float) -> torch.Tensor:
-    """log_gate: floor where chosen, else 0, with the slope of log(1 - (1 - e^floor) w), w = sigmoid(score).
+def _straight_through(score: torch.Tensor, chosen: torch.Tensor, may: torch.Tensor) -> torch.Tensor:
+    """Biases [B, T, H, 2] of a token's copies in the ring and in the memory: all 0, with slopes for score.
 
-    So the share written, 1 - exp(log_gate), moves by 1 - e^floor a unit of w from either side. The slope of
-    floor * w would tell chosen tokens nothing, since their gate is saturated.
+    With w = sigmoid(score), a chosen token's memory copy has the slope of log w: it learns from every read
+    while it is there. A token passed over has no such copy, but its ring copy stands for both as long as it
+    lives: it has the slope of w, as log(1 + w) has at the hard w = 0.
     """
-    slope = torch.where(chosen, math.expm1(-floor), -math.expm1(floor)).to(score)
-    soft = score.sigmoid()
-    return torch.where(chosen, floor, 0.0).to(score) - slope * (soft - soft.detach())
+    kept, passed = F.logsigmoid(score), score.sigmoid()
+    memory = torch.where(chosen, kept - kept.detach(), 0.0)
+    ring = torch.where(may & ~chosen, passed - passed.detach(), 0.0)
+    return torch.stack((ring, memory), -1)
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

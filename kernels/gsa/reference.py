@@ -19,6 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from unsoftmax.kernels.gsa.onehot_reference import slot_attention_reference as slot_attention_reference
+
 
 class GSAState(NamedTuple):
     """What a document has left in its slots: k [N, H, M, D], v [N, H, M, E], log_kept [N, H, M] (Gamma)."""
