@@ -1,4 +1,4 @@
-"""PolySketch attention in blocks: linear time, any device, plain PyTorch.
+"""PolySketch attention in blocks: linear time. Plain PyTorch on any device; on a GPU triton_block.py.
 
 A document is cut into blocks of C tokens from its first token on. A block of queries meets the W newest keys
 (its own block and the W / C - 1 before it) and the first tokens ("sinks") with their exact weights, and
@@ -25,6 +25,11 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from unsoftmax.kernels.polysketch.sketch import features, num_features, squared_norms
+
+try:
+    from unsoftmax.kernels.polysketch.triton_block import polysketch_triton, unsupported
+except ImportError:  # no triton
+    polysketch_triton = unsupported = None
 
 SEGMENT = 512  # tokens whose features exist at once
 
@@ -93,6 +98,7 @@ def polysketch(
     state: PolySketchState | None = None,
     cu_seqlens: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, PolySketchState]:
     """Attention with exact weights near by and squared sketch products far away, causal.
 
@@ -117,6 +123,8 @@ def polysketch(
         state: what an earlier call returned; None starts empty. Never changed.
         cu_seqlens: [N + 1], documents packed in one row (B = 1); excludes state and lengths.
         lengths: [B] int64, real tokens of each row; those after them are ignored, and their outputs 0.
+        backend: "triton", "torch", or None: triton for CUDA tensors wherever it can (`why_not_triton`). The
+            kernels take all operands in q's dtype, and their state carries no gradient.
 
     Returns:
         o [B, T, HQ, E] in v's dtype, and the state after the last token. Sums are float32, for float64 q
@@ -124,10 +132,20 @@ def polysketch(
 
     Raises:
         ValueError: a window that is no multiple of block, an odd degree, an unknown local, an offset with
-            local="softmax", cu_seqlens that do not run from 0 to T or come with state, lengths, or B > 1.
+            local="softmax", cu_seqlens that do not run from 0 to T or come with state, lengths, or B > 1, an
+            unknown backend, or backend="triton" for what the kernels do not take.
     """
     rule = _rule(degree, block, local, window, sinks, offset, normaliser, log_gate is not None)
     B, T, H, _ = k.shape
+    if backend not in (None, "triton", "torch"):
+        raise ValueError(f"backend is {backend!r}; it must be None, 'triton' or 'torch'")
+    if backend == "triton" or (backend is None and q.is_cuda):
+        given = {"state": state, "cu_seqlens": cu_seqlens, "lengths": lengths}
+        reason = why_not_triton(q, k, v, phi_q, rule, given)
+        if reason is None:
+            return _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule)
+        if backend == "triton":
+            raise ValueError(f"backend 'triton' does not take {reason}; backend 'torch' does")
     if cu_seqlens is not None:
         if state is not None or lengths is not None or B > 1:
             raise ValueError("cu_seqlens packs documents in one row (B = 1), without state and lengths")
@@ -148,6 +166,44 @@ def polysketch(
         o, S = _walk(fresh.S.to(sums), queries, keys, sink, offset, layout, rule)
     o = o[:, :T] if layout.place is None else _take(o, layout.place)
     return o.to(v.dtype), PolySketchState(S, *_buffer(keys, layout, rule), *sink, layout.seen)
+
+
+def why_not_triton(q, k, v, phi_q, rule: _Rule, given: dict) -> str | None:
+    """What keeps a call from the Triton kernels, in words, or None. The one place that decides.
+
+    Decided from shapes, dtypes and which arguments are given, never from numbers in them.
+    """
+    if unsupported is None:
+        return "a machine without triton"
+    for name, wrong in (
+        ("local 'softmax'", rule.softmax),
+        ("a window of several blocks", rule.tiles > 1),
+        ("sinks", rule.sinks > 0),
+        ("log_gate", rule.gated),
+        *((name, x is not None) for name, x in given.items()),
+    ):
+        if wrong:
+            return name
+    return unsupported(q, k, v, phi_q, degree=rule.degree, block=rule.block)
+
+
+def _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule) -> tuple[torch.Tensor, PolySketchState]:
+    """The kernels' output, and the state that `_walk` would have left."""
+    if far_scale is not None:  # a factor on (phi_q . phi_k) ** 2 is its root on phi_q
+        phi_q = phi_q * (far_scale.float() / 2).exp().to(phi_q.dtype).unsqueeze(-1)
+    with torch.autocast(q.device.type, enabled=False):
+        o, S = polysketch_triton(
+            *(x.to(q.dtype) for x in (q, k, v, phi_q, phi_k)),
+            degree=rule.degree, block=rule.block, offset=offset, normaliser=rule.normaliser,
+        )  # fmt: skip
+    B, T, H, _ = k.shape
+    opened = T // rule.block * rule.block
+    fill = (0, 0, 0, 0, 0, rule.block - (T - opened))
+    log_gate = torch.zeros(B, rule.block, H, device=k.device)
+    buffer = (functional.pad(x[:, opened:], fill) for x in (k, v, phi_k))
+    sinks = (x.new_zeros(B, 0, H, x.shape[-1]) for x in (k, v))
+    seen = torch.full((B,), T, device=k.device)
+    return o.to(v.dtype), PolySketchState(S, *buffer, log_gate, *sinks, seen)
 
 
 def _rule(degree, block, local, window, sinks, offset, normaliser, gated) -> _Rule:

@@ -229,8 +229,8 @@ def _forward(
     """o [B, T, HQ, E] and den [B, T, HQ], which is 0 where no key has weight.
 
     Grid     (tiles of BM / STACK tokens, HQ / STACK, B): a tile is STACK query heads of one group.
-    Reads    q, k, v, phi_q, offset [HQ] or None, S, z. Keys of the block up to the diagonal, BN at a time; then
-             the block's whole state, PAIR features at a time.
+    Reads    q, k, v, phi_q, offset [HQ] or None, S, z. The block's keys up to the diagonal, BN at a time;
+             then its whole state, PAIR features at a time.
     """
     F: tl.constexpr = PAIRS * PAIR
     TOKENS: tl.constexpr = BM // STACK
@@ -270,7 +270,7 @@ def _forward(
         live = live & real
         f = tl.arange(0, PAIR)
         for p in range(PAIRS):
-            a, b, _ = _pair(p, SLICES)
+            a, b, _weight = _pair(p, SLICES)
             features = _outer(_slice(phi_q, row, live, a, R), _slice(phi_q, row, live, b, R), BM)
             state = tl.load(
                 S + (slot * F + p * PAIR + f[:, None]) * E + e[None, :], mask=(e < E)[None, :], other=0.0
@@ -347,12 +347,12 @@ def _queries(
         slot = (batch * n + block) * H + h
         r = tl.arange(0, BR)
         phi = tl.load(phi_q + row[:, None] * R + r[None, :], mask=real[:, None] & (r < R)[None, :], other=0.0)
-        _, live = _far_mass(phi, z + slot * F, R, SLICES, BR)
+        _far, live = _far_mass(phi, z + slot * F, R, SLICES, BR)
         live = live & real
         f = tl.arange(0, PAIR)
         inverse = tl.where(live, inverse, 0.0)
         for p in range(PAIRS):
-            a, b, _ = _pair(p, SLICES)
+            a, b, _weight = _pair(p, SLICES)
             state = tl.load(
                 S + (slot * F + p * PAIR + f[:, None]) * E + e[None, :], mask=(e < E)[None, :], other=0.0
             )
@@ -482,18 +482,24 @@ def plan(dtype: torch.dtype, widest: int) -> Plan:
         return Plan(small, small, small, Tiles(0, 32, 4, 1), Tiles(0, 32, 4, 1))
     if widest > 128:
         return Plan(
-            Tiles(64, 64, 8, 1), Tiles(64, 32, 8, 1), Tiles(32, 64, 8, 1), Tiles(0, 32, 4, 2), Tiles(0, 32, 4, 2)
+            Tiles(64, 64, 8, 1),
+            Tiles(64, 32, 8, 1),
+            Tiles(32, 64, 8, 1),
+            Tiles(0, 32, 4, 2),
+            Tiles(0, 32, 4, 2),
         )
     return Plan(
         Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(0, 64, 4, 3), Tiles(0, 64, 4, 3)
     )
 
 
-def unsupported(q, k, v, phi_q, *, degree: int, block: int, dtype: torch.dtype) -> str | None:
-    """Why these kernels cannot take such inputs, or None when they can."""
+def unsupported(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor, *, degree: int, block: int
+) -> str | None:
+    """What in such inputs these kernels cannot take, or None."""
     D, E, r = q.shape[-1], v.shape[-1], phi_q.shape[-1]
-    if dtype not in (torch.bfloat16, torch.float32):
-        return f"dtype {dtype}"  # in float16 a power of a score soon passes 65,504
+    if q.dtype not in (torch.bfloat16, torch.float32):
+        return f"dtype {q.dtype}"  # in float16 a power of a score soon passes 65,504
     if degree not in (2, 4, 8):
         return f"degree {degree}"
     if r % TILE or not TILE <= r <= 64:

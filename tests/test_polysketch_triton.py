@@ -1,0 +1,143 @@
+"""PolySketch's Triton kernels against the definition: in Triton's interpreter here, wider on a GPU."""
+
+import pytest
+import torch
+
+from tolerance import assert_as_good_as
+from unsoftmax.kernels.polysketch.chunked import polysketch
+from unsoftmax.kernels.polysketch.reference import polysketch_reference
+
+pytest.importorskip("triton")
+
+SMALL = {  # B, T, HQ, H, D, E, r, block
+    "one token": (1, 1, 2, 1, 16, 16, 16, 16),
+    "less than a block": (1, 15, 2, 1, 16, 16, 16, 16),
+    "a block": (1, 16, 2, 1, 16, 16, 16, 16),
+    "and one more": (1, 17, 2, 1, 16, 16, 16, 16),
+    "odd sizes, groups of three": (2, 41, 6, 2, 20, 24, 8, 16),
+    "three slices": (1, 40, 1, 1, 16, 16, 24, 16),
+}
+SEGMENTS = (1, 17 * 16 + 5, 1, 1, 16, 16, 8, 16)
+WIDE = {
+    **SMALL,
+    "Mistral's heads": (1, 1100, 8, 2, 128, 128, 32, 256),
+    "two segments": (2, 18 * 64 + 7, 4, 2, 64, 64, 16, 64),
+    "r 64": (1, 700, 4, 1, 128, 64, 64, 256),
+    "wide heads": (1, 300, 2, 2, 256, 256, 32, 64),
+    "large blocks": (1, 2100, 2, 1, 64, 128, 32, 1024),
+    "groups of seven": (1, 300, 7, 1, 64, 64, 32, 128),
+}
+
+
+def case(sizes, dtype=torch.float64, device="cpu"):
+    """q, k, v, phi_q, phi_k of sizes at which near and far weights are alike; exact in dtype."""
+    B, T, HQ, H, D, E, r, _ = sizes
+    q, k = torch.randn(B, T, HQ, D) / D**0.25, torch.randn(B, T, H, D) / D**0.25
+    v, phi_q, phi_k = torch.randn(B, T, H, E), torch.randn(B, T, HQ, r), torch.randn(B, T, H, r)
+    tensors = (q, k, v, phi_q / r**0.25, phi_k / r**0.25)
+    return [x.to(device, dtype).double() for x in tensors]
+
+
+def results(form, tensors, dtype, do, *, more=None, **rule):
+    more = more or {}
+    leaves = [x.to(dtype).requires_grad_() for x in tensors]
+    extra = [x.to(dtype if dtype == torch.float64 else torch.float32).requires_grad_() for x in more.values()]
+    o, _ = form(*leaves, **dict(zip(more, extra)), **rule)
+    grads = torch.autograd.grad(o, leaves + extra, do.to(o.dtype), allow_unused=True)
+    names = ("dq", "dk", "dv", "dphi_q", "dphi_k", *(f"d{n}" for n in more))
+    # no far key, no gradient in the definition
+    filled = (torch.zeros_like(x) if g is None else g for x, g in zip(leaves + extra, grads))
+    return {"o": o.detach(), **dict(zip(names, filled))}
+
+
+def check(sizes, dtype, device, more=None, **rule):
+    tensors = case(sizes, dtype, device)
+    do = torch.randn(*tensors[0].shape[:3], sizes[5]).to(device, dtype).double()
+    rule["block"] = sizes[-1]
+    gold = results(polysketch_reference, tensors, torch.float64, do, more=more, **rule)
+    plain = results(polysketch_reference, tensors, dtype, do, more=more, **rule)
+    ours = results(polysketch, tensors, dtype, do, more=more, backend="triton", **rule)
+    for name, exact in gold.items():
+        if not exact.norm() > 1e-9:  # a first token's weight does not matter, up to rounding
+            assert ours[name].abs().max() < 1e-5, name
+        else:
+            assert_as_good_as(name, ours[name], plain[name], exact, dtype)
+
+
+@pytest.mark.parametrize("sizes", SMALL.values(), ids=SMALL)
+def test_output_and_every_gradient_equal_the_definition(sizes, device):
+    offset = torch.rand(sizes[2], dtype=torch.float64, device=device)
+    check(sizes, torch.float32, device, {"offset": offset})
+
+
+@pytest.mark.parametrize("degree", [2, 8])
+def test_other_degrees_and_the_published_normaliser_equal_the_definition(degree, device):
+    check((1, 33, 2, 1, 16, 16, 16, 16), torch.float32, device, degree=degree, normaliser=1.0)
+
+
+def test_a_far_scale_equals_the_definition(device):
+    scale = torch.randn(2, dtype=torch.float64, device=device)
+    check((1, 33, 2, 1, 16, 16, 16, 16), torch.float32, device, {"far_scale": scale})
+
+
+def test_several_segments_equal_the_definition_and_leave_the_same_state(device):
+    tensors = [x.float() for x in case(SEGMENTS, device=device)]
+    ours, plain = (polysketch(*tensors, block=16, backend=backend) for backend in ("triton", "torch"))
+    gold = polysketch(*(x.double() for x in tensors), block=16, backend="torch")
+    assert_as_good_as("o", ours[0], plain[0], gold[0])
+    for name, a, b, c in zip(ours[1]._fields, ours[1], plain[1], gold[1]):
+        if name == "S":
+            assert_as_good_as(name, a, b, c)
+        else:
+            assert a.shape == b.shape and a.dtype == b.dtype and torch.equal(a, b), name
+
+
+def test_a_later_token_changes_no_earlier_bit(device):
+    sizes, cut = (*SEGMENTS[:1], 40, *SEGMENTS[2:]), 20
+    tensors = [x.float() for x in case(sizes, device=device)]
+    do = torch.randn(1, cut, 1, 16, device=device)
+    found = []
+    for change in (1.0, -3.0):
+        leaves = [torch.cat((x[:, :cut], x[:, cut:] * change), 1).requires_grad_() for x in tensors]
+        o, _ = polysketch(*leaves, block=16, backend="triton")
+        grads = torch.autograd.grad(o[:, :cut], leaves, do)
+        found.append([o[:, :cut].detach(), *(g[:, :cut] for g in grads)])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
+
+
+def test_rows_without_weight_give_zero(device):
+    q, k, v, phi_q, phi_k = (x.float() for x in case((1, 40, 2, 1, 16, 16, 16, 16), device=device))
+    nothing = torch.zeros_like(q).requires_grad_()
+    o, _ = polysketch(nothing, k, v, phi_q * 0, phi_k, block=16, backend="triton")
+    (grad,) = torch.autograd.grad(o.sum(), nothing)
+    assert not o.any() and not grad.any()
+
+
+def test_ones_average_to_ones(device):
+    q, k, v, phi_q, phi_k = (x.float() for x in case((1, 40, 3, 3, 16, 16, 16, 16), device=device))
+    o, _ = polysketch(q, k, torch.ones_like(v), phi_q, phi_k, block=16, backend="triton")
+    assert torch.allclose(o, torch.ones_like(o), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"sinks": 1}, "sinks"),
+        ({"window": 32}, "a window of several blocks"),
+        ({"local": "softmax"}, "local 'softmax'"),
+        ({"degree": 6}, "degree 6"),
+        ({"block": 24}, "block 24"),
+    ],
+)
+def test_what_the_kernels_do_not_take_is_refused_by_name(wrong, message, device):
+    tensors = case((1, 20, 2, 1, 16, 16, 16, 16), device=device)
+    with pytest.raises(ValueError, match=f"does not take {message}"):
+        polysketch(*(x.float() for x in tensors), **({"block": 16} | wrong), backend="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sizes", WIDE.values(), ids=WIDE)
+def test_wide_grid_equals_the_definition(sizes, dtype, device):
+    offset = torch.rand(sizes[2], dtype=torch.float64, device=device)
+    check(sizes, dtype, device, {"offset": offset})
