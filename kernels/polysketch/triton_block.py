@@ -113,7 +113,7 @@ def _far_mass(phi, z, R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr):
     return tl.where(live, mass, 0.0), live
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "n"])
 def _states(
     phi, x, den, delta, S, z, totals, ztotals, T, n,
     HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -189,7 +189,7 @@ def _states(
         tl.store(ztotals + slot * F + f, sums)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "segments", "H"])
 def _join(S, totals, n, segments, H, SIZE, REVERSE: tl.constexpr, BS: tl.constexpr):
     """Adds to S [B, n, H, SIZE] the totals [B, segments, H, SIZE] of all earlier, or later, segments.
 
@@ -219,7 +219,7 @@ def _join(S, totals, n, segments, H, SIZE, REVERSE: tl.constexpr, BS: tl.constex
         )
 
 
-@triton.jit(do_not_specialize=["T", "normaliser"])
+@triton.jit(do_not_specialize=["T", "n", "normaliser"])
 def _forward(
     q, k, v, phi_q, offset, S, z, o, den, T, n, normaliser,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -284,7 +284,7 @@ def _forward(
     tl.store(den + row, mass, mask=real)
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "n"])
 def _queries(
     q, k, v, phi_q, offset, S, z, o, den, do, dq, dphi_q, doffset, delta, T, n,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -373,7 +373,7 @@ def _queries(
     )
 
 
-@triton.jit(do_not_specialize=["T"])
+@triton.jit(do_not_specialize=["T", "n"])
 def _keys(
     q, k, v, phi_k, offset, S, z, den, delta, do, dk, dv, dphi_k, T, n,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
@@ -504,7 +504,7 @@ def unsupported(
         return f"degree {degree}"
     if r % TILE or not TILE <= r <= 64:
         return f"sketch size {r}"
-    if block < 16 or block % 16 or (block > 64 and block % 64) or (block < 64 and 64 % block):
+    if block < 16 or block % 16:
         return f"block {block}"
     if max(D, E) > 256 or q.shape[1] == 0:
         return f"head dimensions {D} and {E}" if q.shape[1] else "no tokens"
@@ -516,9 +516,9 @@ def _power_of_two(x: int, least: int = 16) -> int:
 
 
 def _stack(group: int, rows: int, block: int) -> tuple[int, int]:
-    """How many heads of a group one tile of queries holds, and the tile's rows."""
+    """How many heads of a group one tile of queries holds, and the tile's rows: whole tiles make a block."""
     stack = min(group & -group, rows)
-    return stack, min(rows, block * stack)
+    return stack, min(rows, (block & -block) * stack)
 
 
 class _Shape(NamedTuple):
@@ -550,7 +550,7 @@ class _Shape(NamedTuple):
         return {
             "HQ": self.HQ, "H": self.H, "D": self.D, "E": self.E, "R": self.R, "C": self.C, "DEGREE": degree,
             "SLICES": self.R // TILE, "PAIRS": self.pairs, "STACK": stack, "BM": rows,
-            "BN": min(tiles.keys, self.C), "BD": _power_of_two(self.D), "BE": _power_of_two(self.E),
+            "BN": min(tiles.keys, self.C & -self.C), "BD": _power_of_two(self.D), "BE": _power_of_two(self.E),
             "BR": _power_of_two(self.R), "num_warps": tiles.warps, "num_stages": tiles.stages,
         }  # fmt: skip
 
@@ -573,7 +573,8 @@ def _sum_states(phi, x, den, delta, s: _Shape, tiles: Tiles) -> tuple[torch.Tens
     _states[(s.pairs * triton.cdiv(s.E, BE), s.segments, s.B * s.H)](
         phi, x, den, delta, S, z, totals, ztotals, s.T, s.blocks,
         HEADS=heads, GROUP=heads // s.H, E=s.E, R=s.R, C=s.C, SLICES=s.R // TILE, PAIRS=s.pairs,
-        REVERSE=reverse, BC=min(tiles.keys, s.C), BE=BE, num_warps=tiles.warps, num_stages=tiles.stages,
+        REVERSE=reverse, BC=min(tiles.keys, s.C & -s.C), BE=BE,
+        num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if s.segments > 1:
         for sums, total, size in ((S, totals, F * s.E), (z, ztotals, F)):
@@ -668,7 +669,7 @@ def polysketch_triton(
 
     Args:
         q, k, v, phi_q, phi_k: as there, all of one dtype, bfloat16 or float32 (full precision, slow).
-        degree: 2, 4 or 8. block: a multiple of 64, or 16 or 32. offset: [HQ] or None.
+        degree: 2, 4 or 8. block: a multiple of 16, best of 64. offset: [HQ] or None.
 
     Returns:
         o [B, T, HQ, E] in v's dtype, and S [B, H, F, E + 1] float32 before the open block, without gradient.

@@ -1,0 +1,383 @@
+"""PolySketch's Triton kernels on a GPU: right in every dtype and shape, and how fast, beside softmax.
+
+    PYTHONPATH=src python benchmarks/check_polysketch.py [--out DIR] [--quick] [--no-variants]
+
+First every case against a dense float64 oracle, one line a failing one; then each kernel over its tiles,
+whole operations at Mistral-7B's shape, and in the same run torch's softmax (cuDNN, FlashAttention-2), the
+learned sketch, and the block algorithm in plain PyTorch. Several processes compile beforehand. The
+short table comes last; DIR/polysketch.json has everything. Milliseconds are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import triton
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from unsoftmax.kernels.polysketch import triton_block as block_kernels
+from unsoftmax.kernels.polysketch.chunked import polysketch
+from unsoftmax.kernels.polysketch.sketch import LearnedSketch, append
+from unsoftmax.kernels.polysketch.triton_block import Plan, Tiles, plan
+
+CAPS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}  # as tests/tolerance.py
+FLOORS = {torch.bfloat16: 4e-3, torch.float32: 1e-6}
+CASES = [  # B, T, HQ, H, D, E, r, block, degree, offset, normaliser
+    *((2, T, 4, 2, 64, 64, 32, 64, 4, True, 0.0) for T in (1, 2, 63, 64, 65, 130, 199)),
+    *((1, 300, 2, 2, D, E, 16, 64, 4, False, 0.0) for D, E in ((16, 16), (20, 24), (80, 96), (128, 64))),
+    *((1, 300, 8, 2, 64, 64, r, 64, 4, True, 0.0) for r in (8, 16, 24, 32, 64)),
+    *((1, 300, 4, 2, 64, 64, 32, C, 4, True, 0.0) for C in (16, 32, 128, 192, 256)),
+    *((1, 300, 4, 2, 64, 64, 32, 64, degree, True, 1.0) for degree in (2, 8)),
+    *((1, 300, HQ, H, 64, 64, 32, 64, 4, True, 0.0) for HQ, H in ((1, 1), (3, 1), (7, 1), (6, 2), (16, 1))),
+    (1, 300, 2, 2, 256, 256, 32, 64, 4, True, 0.0),
+    (1, 300, 4, 1, 192, 128, 64, 64, 4, True, 0.0),
+    (2, 18 * 64 + 7, 4, 2, 64, 64, 32, 64, 4, True, 0.0),
+    (1, 1100, 8, 2, 128, 128, 32, 256, 4, True, 0.0),
+    (1, 1100, 8, 2, 128, 128, 64, 256, 4, False, 0.0),
+    (1, 2100, 2, 1, 128, 128, 16, 1024, 4, True, 0.0),
+]
+MISTRAL = {"HQ": 32, "H": 8, "D": 128, "E": 128}
+LAYOUTS = [(16, 2048), (4, 8192), (1, 32768)]
+VARIANTS = {  # rows, keys, warps, stages
+    "forward": (
+        *((128, 64, 8, 2), (128, 64, 8, 3), (64, 64, 4, 2), (64, 64, 4, 3)),
+        *((128, 128, 8, 2), (128, 32, 8, 3), (64, 32, 4, 3), (128, 64, 4, 2)),
+    ),
+    "queries": (
+        *((64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 8, 2), (128, 64, 8, 2)),
+        *((64, 32, 4, 3), (64, 64, 4, 1), (128, 32, 8, 2)),
+    ),
+    "keys": (
+        *((64, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 2), (64, 128, 8, 2)),
+        *((64, 64, 8, 1), (32, 64, 4, 2), (32, 64, 8, 3)),
+    ),
+    "states": (
+        *((0, 64, 4, 3), (0, 64, 4, 2), (0, 128, 4, 2), (0, 128, 8, 2)),
+        *((0, 64, 8, 3), (0, 32, 4, 4), (0, 64, 2, 3)),
+    ),
+}
+VARIANTS["gradients"] = VARIANTS["states"]
+
+
+def dense(q, k, v, phi_q, phi_k, offset, block, degree, normaliser):
+    """All weights at once; operands in their dtype, weights and their sums in float32 or wider."""
+    T, G = q.shape[1], q.shape[2] // k.shape[2]
+    wide = torch.promote_types(q.dtype, torch.float32)
+    q, k, v, phi_q, phi_k = (x.transpose(1, 2) for x in (q, k, v, phi_q, phi_k))
+    k, v, phi_k = (x.repeat_interleave(G, 1) for x in (k, v, phi_k))
+    near = (q @ k.mT).to(wide)
+    if offset is not None:
+        near = near + offset.to(wide)[:, None, None]
+    i = torch.arange(T, device=q.device)
+    same = (i[:, None] // block) == (i // block)
+    w = torch.where(same, near**degree, (phi_q @ phi_k.mT).to(wide) ** 2).tril()
+    o = (w.to(v.dtype) @ v).to(wide) / (w.sum(-1, keepdim=True) + normaliser)
+    return o.transpose(1, 2)
+
+
+def inputs(B, T, HQ, H, D, E, r, dtype, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+    sizes = ((HQ, D, D), (H, D, D), (H, E, 1), (HQ, r, r), (H, r, r))
+    return [
+        (torch.randn(B, T, h, n, device="cuda", generator=generator) / scale**0.25).to(dtype)
+        for h, n, scale in sizes
+    ]
+
+
+def grads(form, tensors, offset, do):
+    leaves = [x.detach().clone().requires_grad_() for x in tensors]
+    shift = None if offset is None else offset.detach().clone().requires_grad_()
+    o = form(*leaves, shift)
+    wanted = leaves + ([] if shift is None else [shift])
+    found = torch.autograd.grad(o, wanted, do.to(o.dtype), allow_unused=True)
+    found = [torch.zeros_like(x) if g is None else g for x, g in zip(wanted, found)]
+    names = ["o", "dq", "dk", "dv", "dphi_q", "dphi_k", "doffset"]
+    return dict(zip(names, [o.detach(), *found]))
+
+
+def check(case, dtype) -> list[str]:
+    """What is wrong with one case, in words."""
+    B, T, HQ, H, D, E, r, block, degree, shifted, normaliser = case
+    tensors = inputs(B, T, HQ, H, D, E, r, dtype)
+    offset = torch.rand(HQ, device="cuda") if shifted else None
+    do = torch.randn(B, T, HQ, E, device="cuda").to(dtype)
+
+    def oracle(q, k, v, phi_q, phi_k, shift):
+        return dense(q, k, v, phi_q, phi_k, shift, block, degree, normaliser)
+
+    def ours(q, k, v, phi_q, phi_k, shift):
+        return polysketch(
+            q, k, v, phi_q, phi_k, degree=degree, block=block, offset=shift, normaliser=normaliser,
+            backend="triton",
+        )[0]  # fmt: skip
+
+    exact = grads(oracle, [x.double() for x in tensors], None if offset is None else offset.double(), do)
+    plain, found = grads(oracle, tensors, offset, do), grads(ours, tensors, offset, do)
+    again = grads(ours, tensors, offset, do)
+    wrong = []
+    for name, gold in exact.items():
+        mine = found[name]
+        if not torch.equal(mine, again[name]):
+            wrong.append(f"{name} differs from run to run")
+        if gold.norm() < 1e-9 * max(1, gold.numel()) ** 0.5:
+            continue  # one key alone: its weight does not matter
+        error, other = (((x.double() - gold).norm() / gold.norm()).item() for x in (mine, plain[name]))
+        allowed = CAPS[dtype] if gold.numel() < 64 else min(CAPS[dtype], max(2 * other, FLOORS[dtype]))
+        small = name != "o" and gold.norm() < 1e-3 * exact["dv"].norm()
+        if not error <= allowed and not small:
+            wrong.append(f"{name} {error:.1e} > {allowed:.1e} (plain {other:.1e})")
+    return wrong
+
+
+def correctness() -> list[str]:
+    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+    lines = []
+    for dtype in (torch.float32, torch.bfloat16):
+        for case in CASES:
+            try:
+                wrong = check(case, dtype)
+            except Exception as error:  # one broken case must not hide the others
+                wrong = [f"{type(error).__name__}: {str(error)[:300]}"]
+            if wrong:
+                lines.append(f"WRONG {dtype} {case}: {'; '.join(wrong)}")
+                print(lines[-1], flush=True)
+    lines += extremes()
+    print(f"correctness: {2 * len(CASES) + 3} cases, {len(lines)} wrong", flush=True)
+    return lines
+
+
+def extremes() -> list[str]:
+    """Constant keys of norm sqrt(D) for 64k tokens; queries of 0; ones as values; a later token."""
+    wrong = []
+    T, dtype = 65536, torch.bfloat16
+    q, k, v, phi_q, phi_k = inputs(1, T, 2, 1, 64, 64, 32, dtype)
+    k, phi_k = torch.ones_like(k), torch.ones_like(phi_k)
+    o, _ = polysketch(q, k, torch.ones_like(v), phi_q, phi_k, backend="triton")
+    if not (o.float() - 1).abs().max() < 0.02:
+        wrong.append(f"WRONG constant keys: ones average to {o.min():.3f} .. {o.max():.3f}")
+    o, _ = polysketch(q * 0, k, v, phi_q * 0, phi_k, backend="triton")
+    if o.any() or not o.isfinite().all():
+        wrong.append("WRONG q = 0: not 0")
+    cut, tensors = 3000, inputs(1, 5000, 4, 2, 128, 128, 32, dtype)
+    do = torch.randn(1, cut, 4, 128, device="cuda", dtype=dtype)
+    found = []
+    for factor in (1.0, -3.0):
+        leaves = [torch.cat((x[:, :cut], x[:, cut:] * factor), 1).requires_grad_() for x in tensors]
+        o = polysketch(*leaves, backend="triton")[0][:, :cut]
+        found.append([o.detach(), *(g[:, :cut] for g in torch.autograd.grad(o, leaves, do))])
+    if not all(torch.equal(a, b) for a, b in zip(*found)):
+        wrong.append("WRONG a later token changes an earlier bit")
+    for line in wrong:
+        print(line, flush=True)
+    return wrong
+
+
+def runners(B, T, r, block):
+    """Each kernel's launch at one shape, as functions of its tiles."""
+    q, k, v, phi_q, phi_k = inputs(B, T, r=r, dtype=torch.bfloat16, **MISTRAL)
+    do, o = torch.randn_like(q), torch.randn_like(q)
+    offset = torch.rand(q.shape[2], device="cuda")
+    den, delta = (1 + torch.rand(q.shape[:3], device="cuda") for _ in range(2))
+    shape = block_kernels._shape(q, k, v, phi_q, block)
+    S, z, _, _ = block_kernels._sum_states(phi_k, v, None, None, shape, plan(q.dtype, 128).states)
+    dq, dk, dv, dphi_q, dphi_k = (torch.empty_like(x) for x in (q, k, v, phi_q, phi_k))
+    rows = torch.empty_like(den)
+
+    def by_query(kernel, cut, *arguments):
+        options = shape.query_tiles(cut, 4)
+        tokens, stack = options["BM"] // options["STACK"], options["STACK"]
+        kernel[(triton.cdiv(T, tokens), shape.HQ // stack, B)](*arguments, **options)
+
+    def forward(cut):
+        by_query(block_kernels._forward, cut, q, k, v, phi_q, offset, S, z, dq, rows, T, shape.blocks, 0.0)
+
+    def queries(cut):
+        by_query(
+            block_kernels._queries, cut,
+            q, k, v, phi_q, offset, S, z, o, den, do, dq, dphi_q, rows, delta, T, shape.blocks,
+        )  # fmt: skip
+
+    def keys(cut):
+        options = shape.query_tiles(cut, 4)
+        block_kernels._keys[(triton.cdiv(T, options["BN"]), shape.H, B)](
+            q, k, v, phi_k, offset, S, z, den, delta, do, dk, dv, dphi_k, T, shape.blocks, **options
+        )
+
+    def states(cut):
+        block_kernels._sum_states(phi_k, v, None, None, shape, cut)
+
+    def gradients(cut):
+        block_kernels._sum_states(phi_q, do, den, delta, shape, cut)
+
+    return {"forward": forward, "queries": queries, "keys": keys, "states": states, "gradients": gradients}
+
+
+def bench(run, rep=60) -> float:
+    return triton.testing.do_bench(run, warmup=20, rep=rep, return_mode="median")
+
+
+def variants(result: dict) -> Plan:
+    """Times every kernel over its tiles at 1 x 32k, and takes the fastest."""
+    best = {}
+    for r in (32, 16, 64):
+        launch = runners(1, 32768, r, 256)
+        for kernel, cuts in VARIANTS.items():
+            times = {}
+            for cut in cuts if r == 32 else [best[kernel]]:
+                try:
+                    times[str(tuple(cut))] = bench(functools.partial(launch[kernel], Tiles(*cut)))
+                except Exception as error:
+                    times[str(tuple(cut))] = float("inf")
+                    print(f"{kernel} {cut}: {type(error).__name__} {str(error)[:200]}", flush=True)
+            if r == 32:
+                best[kernel] = cuts[min(range(len(cuts)), key=lambda i: times[str(cuts[i])])]
+            print(f"r {r} {kernel}: " + "  ".join(f"{c} {t:.3f}" for c, t in times.items()), flush=True)
+            result[f"r {r} {kernel}"] = times
+    return Plan(**{kernel: Tiles(*cut) for kernel, cut in best.items()})
+
+
+def both(run, leaves) -> tuple[float, float, float]:
+    """Forward and forward + backward in ms, and the peak memory above the inputs in MiB."""
+    with torch.no_grad():
+        forward = bench(run)
+    do = torch.randn_like(run().detach())
+
+    def step():
+        torch.autograd.grad(run(), leaves, do)
+
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    peak = (torch.cuda.max_memory_allocated() - before) / 2**20
+    return forward, bench(step, 120), peak
+
+
+def operations(result: dict, quick: bool) -> None:
+    for r, block in ((32, 256), (16, 256), (64, 256), (32, 512), (64, 512), (64, 1024)):
+        for B, T in LAYOUTS if (r, block) == (32, 256) and not quick else LAYOUTS[-1:]:
+            leaves = [x.requires_grad_() for x in inputs(B, T, r=r, dtype=torch.bfloat16, **MISTRAL)]
+            offset = torch.rand(32, device="cuda", requires_grad=True)
+
+            def run(leaves=leaves, block=block, offset=offset):
+                return polysketch(*leaves, block=block, offset=offset)[0]
+
+            row(result, f"polysketch r {r} block {block} {B}x{T}", run, [*leaves, offset])
+    learned_sketch(result)
+    if not quick:
+        tensors = inputs(1, 32768, r=32, dtype=torch.bfloat16, **MISTRAL)
+        with torch.no_grad():
+            polysketch(*tensors, backend="torch")
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            polysketch(*tensors, backend="torch")
+            torch.cuda.synchronize()
+            result["plain torch, forward"] = 1e3 * (time.perf_counter() - start)
+        print(f"plain torch (float32 inside) forward {result['plain torch, forward']:.1f}")
+    for B, T in LAYOUTS:
+        q, k, v, _, _ = inputs(B, T, r=8, dtype=torch.bfloat16, **MISTRAL)
+        leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+        for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FA2", SDPBackend.FLASH_ATTENTION)):
+
+            def softmax(leaves=leaves, backend=backend):
+                with sdpa_kernel(backend):
+                    return functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+
+            row(result, f"softmax {name} {B}x{T}", softmax, leaves)
+
+
+def row(result, name, run, leaves) -> None:
+    try:
+        forward, step, peak = both(run, leaves)
+    except Exception as error:
+        print(f"{name}: {type(error).__name__} {str(error)[:300]}", flush=True)
+        return
+    result[name] = {"forward": forward, "forward + backward": step, "peak MiB": peak}
+    print(f"{name:36s} {forward:8.3f} {step:8.3f} {peak:8.0f} MiB", flush=True)
+
+
+def learned_sketch(result: dict) -> None:
+    """The sketch alone, as the layer computes it, in bfloat16."""
+    for r in (16, 32, 64):
+        q, k, _, _, _ = inputs(1, 32768, r=8, dtype=torch.bfloat16, **MISTRAL)
+        sketch = LearnedSketch(4, 129, r, 8).cuda()
+        torch.nn.init.normal_(sketch.query, std=0.1)
+        torch.nn.init.normal_(sketch.key, std=0.1)
+        leaves = [q.requires_grad_(), k.requires_grad_(), *sketch.parameters()]
+
+        def run(q=q, k=k, sketch=sketch):
+            return torch.cat([x.flatten() for x in sketch(append(q, 1.0), append(k, 1.0))])
+
+        row(result, f"learned sketch r {r}, torch", run, leaves)
+
+
+def warm(part: int, parts: int) -> None:
+    """Compiles this process's share of everything, by running it small."""
+    jobs = [("case", case, dtype) for case in CASES for dtype in CAPS]
+    jobs += [("tiles", kernel, cut) for kernel, cuts in VARIANTS.items() for cut in cuts]
+    jobs += [("whole", r, block) for r, block in ((16, 256), (64, 256), (32, 512), (64, 512), (64, 1024))]
+    for kind, a, b in jobs[part::parts]:
+        try:
+            if kind == "case":
+                check(a, b)
+            elif kind == "tiles":
+                runners(1, 512, 32, 256)[a](Tiles(*b))
+            else:
+                leaves = [x.requires_grad_() for x in inputs(1, 2 * b, r=a, dtype=torch.bfloat16, **MISTRAL)]
+                polysketch(*leaves, block=b, offset=torch.rand(32, device="cuda"))[0].sum().backward()
+        except Exception:
+            continue  # the main process meets it again and says so
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="only 1 x 32k, and no plain PyTorch")
+    parser.add_argument("--no-variants", action="store_true", help="only the shipped tiles")
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.warm is not None:
+        return warm(arguments.warm, arguments.processes)
+    start = time.perf_counter()
+    workers = [
+        subprocess.Popen(
+            [sys.executable, __file__, "--warm", str(i), "--processes", str(arguments.processes)]
+        )
+        for i in range(arguments.processes)
+    ]
+    for worker in workers:
+        worker.wait()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    result: dict = {"wrong": correctness()}
+    print(f"checked after {time.perf_counter() - start:.0f} s", flush=True)
+    if not arguments.no_variants:
+        fastest = variants(result)
+        print(f"fastest: {fastest}", flush=True)
+        result["fastest"] = str(fastest)
+        shipped = block_kernels.plan
+        block_kernels.plan = lambda dtype, widest: (
+            fastest if dtype == torch.bfloat16 and widest == 128 else shipped(dtype, widest)
+        )
+    operations(result, arguments.quick)
+    print(f"total {time.perf_counter() - start:.0f} s")
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "polysketch.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
