@@ -32,11 +32,16 @@ RECIPE = "smollm2-135m-gsa"
 RUNS: dict[str, tuple[str, ...]] = {
     "softmax": ("mixer={name: softmax}",),
     "window": ("mixer={name: window, window: 60, sinks: 4}",),
-    "ring": ("mixer={name: gsa, num_slots: 64, sinks: 4, memory_slots: 0}",),
-    "memory": ("mixer={name: gsa, num_slots: 64, sinks: 4, memory_slots: 30, memory_rate: 0.125}",),
-    "memory16": ("mixer={name: gsa, num_slots: 64, sinks: 4, memory_slots: 30, memory_rate: 0.0625}",),
-    "memory44": ("mixer={name: gsa, num_slots: 64, sinks: 4, memory_slots: 44, memory_rate: 0.0625}",),
-    "memory128": ("mixer={name: gsa, num_slots: 128, sinks: 4, memory_slots: 64, memory_rate: 0.125}",),
+    "ring": ("mixer={name: gsa, num_slots: 64, sinks: 4}",),
+    "memory": ("mixer={name: gsa, num_slots: 64, sinks: 4, memory_slots: [30], memory_rates: [0.125]}",),
+    "memories": (
+        "mixer={name: gsa, num_slots: 64, sinks: 4, memory_slots: [12, 12, 12], "
+        "memory_rates: [0.25, 0.0833, 0.0208]}",
+    ),
+    "memories128": (
+        "mixer={name: gsa, num_slots: 128, sinks: 4, memory_slots: [28, 28, 28], "
+        "memory_rates: [0.25, 0.0833, 0.0208]}",
+    ),
     "paper": ("mixer={name: gsa, start: paper, num_slots: 64}",),
     "polysketch": ("mixer={name: polysketch, local: power, block: 256}",),
     "polysketch-softmax": ("mixer={name: polysketch, local: softmax, window: 64, sinks: 4}",),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -28,7 +29,8 @@ def slot_lifetimes(model: Any, ids: torch.Tensor) -> list[dict[str, Any]]:
 
     Returns:
         [{"layer": n, "slots": {kind: {"p10", "median", "p90", "kept"}}}]; kept is the share of writes still
-        there at the end. Kinds are "sinks", "ring" and "memory" where the layer was made so, else "slots".
+        there at the end. Kinds are "sinks", "ring" and
+        "memory" ("memory 1", ... if several) where the layer was made so, else "slots".
     """
     layers = {id(m): n for n, m in _gsa_layers(model)}
     options = {n: m.options for n, m in _gsa_layers(model)}
@@ -120,6 +122,9 @@ def kinds(options: Any) -> dict[str, slice]:
     """Which slots are what, by the layer's options."""
     if options.start != "ring":
         return {"slots": slice(None)}
-    edges = (0, options.sinks, options.sinks + options.ring, options.num_slots)
-    parts = zip(("sinks", "ring", "memory"), edges, edges[1:])
-    return {kind: slice(a, b) for kind, a, b in parts if b > a}
+    sizes = (options.sinks, *options.rings)
+    many = len(options.memory_slots) > 1
+    names = [f"memory {c + 1}" if many else "memory" for c in range(len(options.memory_slots))]
+    ends = list(itertools.accumulate(sizes))
+    parts = zip(("sinks", "ring", *names), sizes, ends)
+    return {kind: slice(end - size, end) for kind, size, end in parts if size}

@@ -131,7 +131,16 @@ def test_doctor_tells_a_mixer_that_forgets_its_state(monkeypatch, capsys):
 def test_convert_checkpoint_converts_and_its_dry_run_does_not(tmp_path, capsys):
     source, out = tiny_source(tmp_path / "source"), tmp_path / "out"
     words = [str(source), str(out), "--recipe", "demo", "--set", "calibration.tokens=1024"]
-    words += ["--set", "mixer.num_slots=8", "--set", "mixer.memory_slots=2", "--set", "mixer.sinks=1"]
+    words += [
+        "--set",
+        "mixer.num_slots=8",
+        "--set",
+        "mixer.memory_slots=[2]",
+        "--set",
+        "mixer.sinks=1",
+        "--set",
+        "mixer.memory_rates=[0.125]",
+    ]
     assert cli.convert_checkpoint([*words, "--dry-run"]) == 0
     assert not out.exists() and "nothing was written" in capsys.readouterr().out
     assert cli.convert_checkpoint([*words, "--no-verify"]) == 0

@@ -268,49 +268,51 @@ def test_the_ring_starts_as_softmax_in_a_window_with_sinks(sinks, device):
     assert_as_good_as("y", y, want, want)
 
 
-def test_memory_holds_the_latest_important_tokens_beside_the_ring(device):
-    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=4, memory_rate=0.3)
+MEMORIES = {"one": ((4,), (0.3,)), "two": ((3, 2), (0.5, 0.2))}
+
+
+@pytest.mark.parametrize(("slots", "rates"), MEMORIES.values(), ids=MEMORIES)
+def test_each_ring_holds_the_latest_tokens_of_its_importance(slots, rates, device):
+    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=slots, memory_rates=rates)
     x, rotary = rows(70, device)
     y, state = layer(x, rotary=rotary, keep_state=True)
 
     q, k, v = (t.transpose(1, 2) for t in layer.project(x, rotary))
     i = torch.arange(70, device=device)[:, None]
     j = i.T
-    ring = (i - j < 6) & (j >= 2) | (j < 2)
-    important = (torch.nn.functional.linear(x, layer.importance.weight, layer.importance.bias) >= 0) & (
-        i >= 2
-    )
-    c = important.cumsum(1).transpose(1, 2)  # [B, H, T]
-    memory = important.transpose(1, 2)[:, :, None] & (c[..., None] - c[:, :, None] < 4)
-    copies = (ring + memory.long()) * (j <= i)  # a token in both is there twice
-    bias = copies.double().log().repeat_interleave(2, 1)
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=bias, enable_gqa=True)
+    score = torch.nn.functional.linear(x, layer.importance.weight).unsqueeze(-1) + layer.importance.bias
+    ring = (score >= 0).sum(-1).transpose(1, 2)  # [B, H, T]
+    there = (j < 2).expand(2, 2, 70, 70)
+    for c, size in enumerate(layer.options.rings):
+        mine = (ring == c) & (i.T[0] >= 2)
+        n = mine.cumsum(-1)
+        there = there | mine[:, :, None] & (n[..., None] - n[:, :, None] < size)
+        assert torch.equal(state.written[..., c], mine.sum(-1))
+    there = (there & (j <= i)).repeat_interleave(2, 1)
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=there, enable_gqa=True)
     want = layer.o_proj(o.transpose(1, 2).flatten(2))
     assert_as_good_as("y", y, want, want)
-    assert torch.equal(state.important, important.sum(1))
 
 
 def test_important_tokens_fill_the_memory_from_its_first_slot(device):
-    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=4, memory_rate=0.3)
+    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=(4,), memory_rates=(0.3,))
     for T in range(3, 20):
         x, rotary = rows(T, device)
         state = layer(x, rotary=rotary, keep_state=True)[1]
         written = state.filled[..., -4:]
-        assert torch.equal(written, torch.arange(4, device=device) < state.important[..., None])
+        assert torch.equal(written, torch.arange(4, device=device) < state.written[..., 1:])
 
 
 def test_importance_feels_tokens_that_were_chosen_and_tokens_that_were_not(device):
-    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=4, memory_rate=0.3)
+    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=(4,), memory_rates=(0.3,))
     x, rotary = rows(70, device)
     seen = []
-    score = layer._score
 
-    def watched(x):
-        seen.append(score(x))
-        seen[-1].retain_grad()
-        return seen[-1]
+    def watch(module, inputs, score):
+        score.retain_grad()
+        seen.append(score)
 
-    layer._score = watched
+    layer.importance.register_forward_hook(watch)
     y, _ = layer(x, rotary=rotary)
     y.square().sum().backward()
     chosen, grad = seen[0] >= 0, seen[0].grad
@@ -321,7 +323,7 @@ def test_importance_feels_tokens_that_were_chosen_and_tokens_that_were_not(devic
 
 
 def test_fit_finds_what_draws_attention_and_marks_the_rate_asked_for(device):
-    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=4, memory_rate=0.25)
+    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=(4,), memory_rates=(0.25,))
     x, _ = rows(120, device)
     still = Rotary(torch.ones(1, 120, 8, device=device), torch.zeros(1, 120, 8, device=device))
     with torch.no_grad():  # keys that depend on x[0] alone; queries that all ask for it
@@ -333,12 +335,12 @@ def test_fit_finds_what_draws_attention_and_marks_the_rate_asked_for(device):
     report = layer.fit([(x, still)])
     assert report["explained"] > 0.8
     assert report["important"] == pytest.approx(0.25, abs=0.01)
-    chosen = layer._score(x) >= 0
+    chosen = layer.importance(x)[..., 0] >= 0
     assert x[..., 0][chosen[..., 0]].min() > x[..., 0].median()
 
 
 def test_fit_refuses_rows_too_short_to_see_past_the_ring(device):
-    layer = layer_of(device, num_slots=40, memory_slots=4)
+    layer = layer_of(device, num_slots=40, memory_slots=(4,), memory_rates=(0.25,))
     with pytest.raises(ValueError, match=r"rows have 30 tokens.*use rows of"):
         layer.fit([rows(30, device)])
 
@@ -346,10 +348,13 @@ def test_fit_refuses_rows_too_short_to_see_past_the_ring(device):
 BAD_OPTIONS = {
     "num_slots": {"num_slots": 0},
     "start": {"start": "rnig"},
-    "memory_rate": {"memory_rate": 1.5},
+    "memory_rates is": {"memory_slots": (4,), "memory_rates": (1.5,)},
+    "they must fall": {"memory_slots": (4, 4), "memory_rates": (0.1, 0.2)},
+    "one share for each": {"memory_slots": (4, 4), "memory_rates": (0.1,)},
+    "each must be 1 or more": {"memory_slots": (0,), "memory_rates": (0.1,)},
     "sinks": {"sinks": -1},
-    "memory_slots": {"memory_slots": 60},
-    "mixer.start 'paper' has no memory": {"start": "paper", "memory_slots": 4},
+    "leaves no ring": {"memory_slots": (60,), "memory_rates": (0.1,)},
+    "mixer.start 'paper' has no memory": {"start": "paper", "memory_slots": (4,), "memory_rates": (0.1,)},
 }
 
 

@@ -9,11 +9,12 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig
 
 from tiny import VOCABULARY, tiny_model, tiny_source, tiny_tokenizer
 from unsoftmax.convert.cache import StateCache
@@ -24,7 +25,7 @@ from unsoftmax.convert.remote_code import bundle
 
 KEPT = {"name": SOFTMAX}
 RING = {"name": "gsa", "num_slots": 8, "sinks": 2}
-MEMORY = {"name": "gsa", "num_slots": 12, "sinks": 2, "memory_slots": 4, "memory_rate": 0.3}
+MEMORY = {"name": "gsa", "num_slots": 12, "sinks": 2, "memory_slots": [4], "memory_rates": [0.3]}
 PAPER = {"name": "gsa", "num_slots": 8, "start": "paper"}
 WINDOW = {"name": "window", "window": 5, "sinks": 2}
 POLY = {"name": "polysketch", "sketch_size": 8, "block": 8}
@@ -79,7 +80,7 @@ GEOMETRIES = {
 IDS = torch.randint(256, (2, 23), generator=torch.Generator().manual_seed(5))
 
 
-def converted(source: PreTrainedModel, layers: list[dict]) -> PreTrainedModel:
+def converted(source: Any, layers: list[dict]) -> Any:
     """The source's weights in the converted class; what mixers add starts at random."""
     model = CONVERTED_MODELS[source.config.model_type](convert_config(source.config, layers))
     missing, unexpected = model.load_state_dict(source.state_dict(), strict=False)
@@ -87,8 +88,8 @@ def converted(source: PreTrainedModel, layers: list[dict]) -> PreTrainedModel:
     return model.to(source.dtype).eval()
 
 
-@pytest.fixture(params=LAYERS.values(), ids=LAYERS)
-def model(request) -> PreTrainedModel:
+@pytest.fixture(params=list(LAYERS.values()), ids=list(LAYERS))
+def model(request) -> Any:
     """float64, so that closeness needs no tolerance of its own."""
     torch.manual_seed(3)
     return converted(tiny_model(), request.param).double()
@@ -101,7 +102,8 @@ def model(request) -> PreTrainedModel:
 @pytest.mark.parametrize("geometry", GEOMETRIES.values(), ids=GEOMETRIES)
 def test_with_softmax_in_all_layers_logits_are_the_sources_bit_for_bit(tmp_path, geometry, dtype):
     folder = tiny_source(tmp_path, dtype=dtype, **geometry)
-    source, ours = load(folder, dtype=dtype), load(folder, dtype=dtype, layer_mixers=[KEPT] * 3)
+    source: Any = load(folder, dtype=dtype)
+    ours: Any = load(folder, dtype=dtype, layer_mixers=[KEPT] * 3)
     assert torch.equal(ours(IDS).logits, source(IDS).logits)
     made = [m.generate(IDS, max_new_tokens=9, do_sample=False, eos_token_id=None) for m in (ours, source)]
     assert torch.equal(*made)
@@ -130,9 +132,12 @@ def test_a_plain_folder_loads_with_the_mixers_asked_for(tmp_path):
 
 
 @torch.no_grad()
-def steps(model: PreTrainedModel, ids: torch.Tensor, sizes: list[int], mask: torch.Tensor | None = None):
+def steps(
+    model: Any, ids: torch.Tensor, sizes: list[int], mask: torch.Tensor | None = None
+) -> tuple[torch.Tensor, Any]:
     """Logits of all tokens, with `sizes` of them a call; the mask is given as far as the tokens go."""
-    cache, logits, done = None, [], 0
+    cache: Any = None
+    logits, done = [], 0
     for size in sizes:
         part = slice(done, done + size)
         known = None if mask is None else mask[:, : done + size]
@@ -231,7 +236,7 @@ def test_a_left_padded_batch_generates_what_each_row_does_alone(model):
     assert torch.equal(beams[0, 4:], model.generate(IDS[:1, 4:], num_beams=2, **options)[0])
 
 
-def gradients(model: PreTrainedModel, loss: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(model: Any, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad()
     loss.backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
@@ -399,7 +404,8 @@ def test_cache_rows_can_be_chosen_repeated_and_emptied(model):
 def test_saved_and_loaded_again_it_is_the_same(tmp_path, geometry, layers):
     ours = converted(tiny_model(**GEOMETRIES[geometry]), layers)
     ours.save_pretrained(tmp_path, max_shard_size="20KB")
-    again, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    again, report = opened
     assert type(again) is type(ours) and len(list(tmp_path.glob("*.safetensors"))) > 1
     assert not any(report.values())
     assert torch.equal(again(IDS).logits, ours(IDS).logits)
@@ -435,7 +441,8 @@ def test_a_new_parameter_that_is_missing_gets_its_documented_start_and_no_other_
     ours.save_pretrained(tmp_path)
     for name in dropped:
         drop(tmp_path, name)
-    again, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    opened: Any = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    again, report = opened
     assert set(report["missing_keys"]) == dropped
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, start.get(name, torch.full_like(tensor, 0.5))), name
@@ -459,7 +466,7 @@ def test_what_mixers_add_stays_float32_in_a_bfloat16_load(tmp_path):
 
 
 def test_rotary_tables_are_filled_and_stay_float32(tmp_path):
-    ours = load(tiny_source(tmp_path), dtype=torch.bfloat16, layer_mixers=[RING] * 3)
+    ours: Any = load(tiny_source(tmp_path), dtype=torch.bfloat16, layer_mixers=[RING] * 3)
     before = ours.model.rotary_emb.inv_freq.clone()
     assert before[0] == 1.0
     for cast in (ours.bfloat16(), ours.half(), ours.to(torch.bfloat16)):
@@ -544,8 +551,9 @@ def test_what_cannot_be_loaded_is_named(tmp_path):
 
 
 def test_a_config_alone_makes_a_model_with_softmax_everywhere():
-    assert [entry["name"] for entry in UnsoftLlamaConfig(num_hidden_layers=2).layer_mixers] == [SOFTMAX] * 2
-    assert StateCache(UnsoftLlamaConfig(num_hidden_layers=2)).get_seq_length() == 0
+    config = UnsoftLlamaConfig(num_hidden_layers=2)
+    assert config.layer_mixers == [KEPT] * 2 and config.softmax_layers == [0, 1]
+    assert StateCache(config).get_seq_length() == 0
 
 
 def test_the_tokenizer_of_a_converted_folder_is_the_sources(tmp_path):

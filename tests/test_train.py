@@ -24,7 +24,7 @@ from unsoftmax.train.packing import IGNORE, Batch, Row, batches, collate
 
 BIN = Path(sys.executable).parent
 MIXERS = [
-    {"name": "gsa", "num_slots": 8, "sinks": 2, "memory_slots": 3},
+    {"name": "gsa", "num_slots": 8, "sinks": 2, "memory_slots": [3], "memory_rates": [0.3]},
     {"name": "softmax"},
     {"name": "polysketch", "sketch_size": 8, "block": 16, "local": "softmax", "window": 16, "sinks": 2},
 ]

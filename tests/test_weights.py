@@ -17,7 +17,7 @@ from unsoftmax.convert.model import CONVERTED_MODELS
 from unsoftmax.convert.source import INDEX, SINGLE, open_source, read_header
 from unsoftmax.convert.weights import differing_copies, plan_weights, skeleton, write_weights
 
-MEMORY = {"name": "gsa", "num_slots": 16, "sinks": 2, "memory_slots": 6}
+MEMORY = {"name": "gsa", "num_slots": 16, "sinks": 2, "memory_slots": [6], "memory_rates": [0.125]}
 
 
 def planned(folder: Path, entry: dict | None = None, **opening):

@@ -1,19 +1,19 @@
 """The gated slot attention layer: a start that keeps the teacher ("ring"), and the published one ("paper").
 
 ring    The teacher's q, k, v, rotary positions and scale. Each token replaces one slot and all others stay
-        exactly as they are (onehot.py), so the layer begins as the teacher inside a window:
-
-            token t < sinks     slot t, which nothing overwrites
-            any other           slot sinks + (t - sinks) mod ring
-            an important one    also slot sinks + ring + c mod memory_slots, c important ones before it
-
-        with ring = num_slots - sinks - memory_slots. A token is important to a key/value head when
-        w x + b >= 0 (`importance`, fitted in closed form by `fit`). The choice is hard; its gradient comes
-        through biases of value 0, see _straight_through.
+        exactly as they are (onehot.py), so the layer is softmax over the tokens that are still there. Token
+        t < sinks takes slot t, which nothing overwrites. The other slots are rings, each overwritten in
+        turn: one for tokens of no importance, which holds the latest of them, and one for each of
+        memory_slots. A token goes to ring c, the number of thresholds that its importance reaches: the more
+        important, the rarer its company, and the longer it stays. Importance is w x for each key/value
+        head, the thresholds are -b_c (both in `importance`, fitted in closed form by `fit`). The choice is
+        hard; its gradient comes through biases of value 0, see _straight_through. Without memory_slots the
+        layer begins as the teacher inside a window of num_slots - sinks tokens.
 paper   SiLU on q, k, v; no rotary positions; scale 1; log_gate = logsigmoid(f_proj x) / 8; SiLU and RMSNorm
         on the output (arXiv:2409.07146, as in its public layer).
 """
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from statistics import NormalDist
@@ -44,50 +44,82 @@ class GSAOptions(MixerOptions):
     """"ring" keeps the teacher inside a window; "paper" is the published layer."""
     sinks: int = 4
     """First tokens of a document that stay for good (ring start)."""
-    memory_slots: int = 0
-    """Slots, of num_slots, that only important tokens enter (ring start)."""
-    memory_rate: float = 0.125
-    """Share of calibration tokens that are important."""
+    memory_slots: tuple[int, ...] = ()
+    """Slots, of num_slots, of each ring that only important tokens enter, the rarest last (ring start)."""
+    memory_rates: tuple[float, ...] = ()
+    """For each of memory_slots, the share of calibration tokens that enter it or a rarer one; falling."""
 
     def __post_init__(self) -> None:
+        for key in ("memory_slots", "memory_rates"):  # JSON has lists
+            object.__setattr__(self, key, tuple(getattr(self, key)))
+        slots, rates = self.memory_slots, self.memory_rates
         if self.num_slots < 1:
             raise ValueError(f"mixer.num_slots is {self.num_slots}; it must be at least 1, such as 64")
         if self.start not in ("ring", "paper"):
             raise ValueError(f"mixer.start is {self.start!r}; it must be 'ring' or 'paper'")
-        if self.start == "paper" and self.memory_slots:
+        if self.start == "paper" and slots:
             raise ValueError(
-                f"mixer.memory_slots is {self.memory_slots}, but mixer.start 'paper' has no memory; "
-                "use 0, or mixer.start 'ring'"
+                f"mixer.memory_slots is {list(slots)}, but mixer.start 'paper' has no memory; "
+                "use [], or mixer.start 'ring'"
             )
-        for key in ("sinks", "memory_slots"):
-            if getattr(self, key) < 0:
-                raise ValueError(f"mixer.{key} is {getattr(self, key)}; it must be 0 or more")
+        if self.sinks < 0:
+            raise ValueError(f"mixer.sinks is {self.sinks}; it must be 0 or more")
+        if any(n < 1 for n in slots):
+            raise ValueError(f"mixer.memory_slots is {list(slots)}; each must be 1 or more, such as [12, 12]")
+        if len(rates) != len(slots):
+            raise ValueError(
+                f"mixer.memory_rates is {list(rates)}; it needs one share for each of mixer.memory_slots "
+                f"{list(slots)}, such as {[round(0.25 / 3**n, 3) for n in range(len(slots))]}"
+            )
+        if any(not 0 < r < 1 for r in rates) or any(a <= b for a, b in itertools.pairwise(rates)):
+            raise ValueError(
+                f"mixer.memory_rates is {list(rates)}; they must fall, between 1 and 0, such as "
+                f"{[round(0.25 / 3**n, 3) for n in range(len(rates))]}"
+            )
         if self.start == "ring" and self.ring < 1:
             raise ValueError(
                 f"mixer.num_slots is {self.num_slots}, which leaves no ring beside mixer.sinks {self.sinks} "
-                f"and mixer.memory_slots {self.memory_slots}; at least "
-                f"{self.sinks + self.memory_slots + 1} would"
-            )
-        if not 0 < self.memory_rate < 1:
-            raise ValueError(
-                f"mixer.memory_rate is {self.memory_rate}; it must lie between 0 and 1, such as 0.125"
+                f"and mixer.memory_slots {list(slots)}; at least {self.sinks + sum(slots) + 1} would"
             )
 
     @property
     def ring(self) -> int:
-        """Slots that hold the latest tokens."""
-        return self.num_slots - self.sinks - self.memory_slots
+        """Slots that hold the latest of the tokens of no importance."""
+        return self.num_slots - self.sinks - sum(self.memory_slots)
+
+    @property
+    def rings(self) -> tuple[int, ...]:
+        """Slots of every ring, the one for tokens of no importance first."""
+        return self.ring, *self.memory_slots
 
 
 class RingState(NamedTuple):
     """k and v of the slots [B, H, M, D], which of them hold a token [B, H, M] bool; int64 counts of the real
-    tokens seen [B] and of the important ones [B, H]. Biases are all 0, so they are not kept."""
+    tokens seen [B] and of those written to each ring [B, H, rings]. Biases, all 0, are not kept."""
 
     k: torch.Tensor
     v: torch.Tensor
     filled: torch.Tensor
     seen: torch.Tensor
-    important: torch.Tensor
+    written: torch.Tensor
+
+
+class Importance(nn.Module):
+    """Scores of x [B, T, hidden] against each threshold of each key/value head, [B, T, H, thresholds].
+
+    In float32 at least, so that a choice does not hang on the rounding of a matmul.
+    """
+
+    def __init__(self, hidden_size: int, heads: int, thresholds: int) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads, hidden_size))
+        self.bias = nn.Parameter(torch.empty(heads, thresholds))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.autocast(x.device.type, enabled=False):
+            wide = _wide(x)
+            score = F.linear(x.to(wide), self.weight.to(wide))
+            return score.unsqueeze(-1) + self.bias.to(wide)
 
 
 class GatedSlotAttention(Mixer):
@@ -103,18 +135,19 @@ class GatedSlotAttention(Mixer):
             self.f_proj = nn.Linear(shape.hidden_size, H * options.num_slots, bias=False)
             self.g_norm = nn.RMSNorm(shape.num_heads * shape.head_dim, eps=NORM_EPS)
         elif options.memory_slots:
-            self.importance = nn.Linear(shape.hidden_size, H)
+            self.importance = Importance(shape.hidden_size, H, len(options.memory_slots))
         self.reset_new_parameters()
 
     @torch.no_grad()
     def reset_new_parameters(self) -> None:
-        """f_proj normal, 0.02; g_norm ones; importance picks memory_rate of random x of unit RMS."""
+        """f_proj normal, 0.02; g_norm ones; importance picks memory_rates of random x of unit RMS."""
         if self.options.start == "paper":
             nn.init.normal_(self.f_proj.weight, std=0.02)
             nn.init.ones_(self.g_norm.weight)
         elif self.options.memory_slots:
             nn.init.normal_(self.importance.weight, std=self.shape.hidden_size**-0.5)
-            nn.init.constant_(self.importance.bias, -NormalDist().inv_cdf(1 - self.options.memory_rate))
+            for c, rate in enumerate(self.options.memory_rates):
+                nn.init.constant_(self.importance.bias[:, c], -NormalDist().inv_cdf(1 - rate))
 
     def forward(
         self,
@@ -149,7 +182,7 @@ class GatedSlotAttention(Mixer):
         seen = None if state is None else state.seen
         index = token_index(mask, cu_seqlens, seen, (x.shape[0], x.shape[1]), x.device)
         real = torch.ones_like(index, dtype=torch.bool) if mask is None else mask.bool()
-        write, bias, important = self._writes(x, index, real, state, packed=cu_seqlens is not None)
+        write, bias, written = self._writes(x, index, real, state, cu_seqlens)
         slots = None
         if state is not None:
             slots = SlotState(state.k, state.v, torch.where(state.filled, 0.0, -torch.inf))
@@ -165,8 +198,11 @@ class GatedSlotAttention(Mixer):
             cu_seqlens=cu_seqlens,
         )
         filled = slots.bias > -torch.inf
-        counts = self._counters(x, mask, cu_seqlens, state, important)
-        return o.flatten(2), RingState(slots.k, slots.v, filled, *counts)
+        if cu_seqlens is not None:
+            now = cu_seqlens.diff().long()
+        else:
+            now = real.sum(1).expand(len(x)) + (0 if seen is None else seen)
+        return o.flatten(2), RingState(slots.k, slots.v, filled, now, written)
 
     def _soft_gates(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         """[B, T, H, M]; the sigmoid in float32, where half-lives over 300 tokens still exist."""
@@ -182,53 +218,38 @@ class GatedSlotAttention(Mixer):
         index: torch.Tensor,
         real: torch.Tensor,
         state: RingState | None,
-        packed: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        """write, bias [B, T, H, W] and who is important [B, T, H]; index [B or 1, T] as of token_index."""
+        cu_seqlens: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
+        """write, bias [B, T, H, 1] and tokens written to each ring [N, H, rings]; index as of token_index."""
         opt, (B, T, _), H = self.options, x.shape, self.shape.num_kv_heads
-        slot = torch.where(index < opt.sinks, index, opt.sinks + (index - opt.sinks) % opt.ring)
-        slot = torch.where(real, slot, -1).unsqueeze(-1).expand(B, T, H)
-        if not opt.memory_slots:
-            return slot.unsqueeze(-1), None, None
-        score = self._score(x)
-        may = (real & (index >= opt.sinks)).unsqueeze(-1)
-        chosen = (score >= 0) & may
-        before = chosen.cumsum(1) - chosen.long()
-        if packed:
-            before = (
-                before - before[:, (torch.arange(T, device=x.device) - index)[0]]
-            )  # of its document's start
-        if state is not None:
-            before = before + state.important.unsqueeze(1)
-        memory = torch.where(chosen, opt.sinks + opt.ring + before % opt.memory_slots, -1)
-        bias = _straight_through(score, chosen, may)
-        return torch.stack((slot, memory), -1), bias, chosen
-
-    def _score(self, x: torch.Tensor) -> torch.Tensor:
-        """[B, T, H]; in float32, so that a choice does not hang on the rounding of a matmul."""
-        with torch.autocast(x.device.type, enabled=False):
-            weight, bias = self.importance.weight, self.importance.bias
-            return F.linear(x.to(_wide(x)), weight.to(_wide(x)), bias.to(_wide(x)))
-
-    def _counters(self, x, mask, cu_seqlens, state, important) -> tuple[torch.Tensor, torch.Tensor]:
-        B, T, _ = x.shape
-        H = self.shape.num_kv_heads
-        if important is None:
-            important = torch.zeros(B, T, H, dtype=torch.bool, device=x.device)
+        free = (real & (index >= opt.sinks)).expand(B, T).unsqueeze(-1)  # tokens that go to a ring
+        bias, ring = None, torch.zeros(B, T, H, dtype=torch.int64, device=x.device)
+        if opt.memory_slots:
+            score = self.importance(x)
+            ring = (score >= 0).sum(-1)
+            bias = _straight_through(score, ring, free).unsqueeze(-1)
+        mine = F.one_hot(ring, len(opt.rings)) * free.unsqueeze(-1)  # [B, T, H, rings]
+        total = F.pad(mine.cumsum(1), (0, 0, 0, 0, 1, 0))  # before token t, at t
         if cu_seqlens is not None:
-            total = F.pad(important[0].cumsum(0), (0, 0, 1, 0))
-            return cu_seqlens.diff().long(), total[cu_seqlens[1:]] - total[cu_seqlens[:-1]]
-        seen = torch.full((B,), T, device=x.device) if mask is None else mask.sum(1)
-        count = important.sum(1)
-        return (seen, count) if state is None else (state.seen + seen, state.important + count)
+            start = (torch.arange(T, device=x.device) - index[0]).clamp_min(0)
+            before = total[:, :-1] - total[:, start]
+            written = total[0, cu_seqlens[1:]] - total[0, cu_seqlens[:-1]]
+        else:
+            earlier = 0 if state is None else state.written.unsqueeze(1)
+            before, written = total[:, :-1] + earlier, (total + earlier)[:, -1]
+        size = torch.tensor(opt.rings, device=x.device)
+        first = opt.sinks + size.cumsum(0) - size
+        turn = before.gather(-1, ring.unsqueeze(-1)).squeeze(-1) % size[ring]
+        slot = torch.where(free, first[ring] + turn, index.unsqueeze(-1))
+        return torch.where(real.unsqueeze(-1), slot, -1).unsqueeze(-1), bias, written
 
     @torch.no_grad()
     def fit(self, batches: Iterable[tuple[torch.Tensor, Rotary]]) -> dict[str, float]:
         """Fit importance: ridge regression on x of the log attention that a token gets `ring` later or more.
 
-        The bias is then set so that memory_rate of the calibration tokens are important. In float64; the same
-        text gives the same bits. Returns the tokens, the share of variance explained and the share important
-        (means over heads); {} if there is no memory.
+        The thresholds are then set so that memory_rates of the calibration tokens reach them. In float64;
+        the same text gives the same bits. Returns the tokens, the share of variance explained and the share
+        in any memory (means over heads); {} if there is no memory.
         """
         if not self.options.memory_slots:
             return {}
@@ -239,11 +260,15 @@ class GatedSlotAttention(Mixer):
         weight, explained = sums.ridge()
         self.importance.weight.copy_(weight.T)
         self.importance.bias.zero_()
-        scores = torch.cat([self._score(x)[:, self.options.sinks :].flatten(0, 1) for x, _ in batches])
-        count = max(1, round(self.options.memory_rate * len(scores)))
+        scores = torch.cat(
+            [self.importance(x)[:, self.options.sinks :, :, 0].flatten(0, 1) for x, _ in batches]
+        )
         top = scores.sort(0, descending=True).values
-        self.importance.bias.copy_(-(top[count - 1] + top[min(count, len(scores) - 1)]) / 2)
-        rate = (scores + self.importance.bias >= 0).double().mean().item()
+        for c, share in enumerate(self.options.memory_rates):
+            count = max(1, round(share * len(scores)))
+            between = (top[count - 1] + top[min(count, len(scores) - 1)]) / 2
+            self.importance.bias[:, c] = -between
+        rate = (scores + self.importance.bias[:, 0] >= 0).double().mean().item()
         return {"tokens": float(len(scores)), "explained": explained, "important": rate}
 
     def _far_attention(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
@@ -297,17 +322,16 @@ class _Moments:
         return weight, explained.mean().item()
 
 
-def _straight_through(score: torch.Tensor, chosen: torch.Tensor, may: torch.Tensor) -> torch.Tensor:
-    """Biases [B, T, H, 2] of a token's copies in the ring and in the memory: all 0, with slopes for score.
+def _straight_through(score: torch.Tensor, ring: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
+    """Biases [B, T, H] of the tokens' copies: all 0, with slopes for score [B, T, H, thresholds].
 
-    With w = sigmoid(score), a chosen token's memory copy has the slope of log w: it learns from every read
-    while it is there. A token passed over has no such copy, but its ring copy stands for both as long as it
-    lives: it has the slope of w, as log(1 + w) has at the hard w = 0.
+    With w = sigmoid(score) of the threshold that put it there, a token in a memory has the slope of log w: it
+    learns from every read while it is there. A token passed over has that of w at the first threshold, as
+    log(1 + w) has at the hard w = 0: it learns for as long as it lives.
     """
-    kept, passed = F.logsigmoid(score), score.sigmoid()
-    memory = torch.where(chosen, kept - kept.detach(), 0.0)
-    ring = torch.where(may & ~chosen, passed - passed.detach(), 0.0)
-    return torch.stack((ring, memory), -1)
+    held = score.gather(-1, (ring - 1).clamp_min(0).unsqueeze(-1)).squeeze(-1)
+    soft = torch.where(ring > 0, F.logsigmoid(held), held.sigmoid())
+    return torch.where(free, soft - soft.detach(), 0.0)
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:
