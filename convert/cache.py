@@ -90,7 +90,7 @@ class StateCache(Cache):
         self.seen: torch.Tensor | None = None
         self.real: torch.Tensor | None = None
 
-    def _empty_layers(self) -> list[CacheLayerMixin]:
+    def _empty_layers(self) -> list[Any]:
         def empty(i: int) -> CacheLayerMixin:
             if i not in self.kept:
                 return StateLayer()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers import LlamaConfig, MistralConfig, PreTrainedConfig
 
@@ -13,6 +13,7 @@ from unsoftmax.kernels.mixer import AttentionShape, MixerOptions
 from unsoftmax.kernels.registry import MIXERS
 
 SOFTMAX = "softmax"
+_Mixin = PreTrainedConfig if TYPE_CHECKING else object  # as a base it would undo Llama's own defaults
 ROPE_TYPES = ("default", "linear", "dynamic", "yarn", "llama3")
 
 # Written into config.json by tools on the way; they change nothing about the forward pass.
@@ -78,7 +79,7 @@ def attention_shape(config: PreTrainedConfig) -> AttentionShape:
     )
 
 
-class ConvertedConfig:
+class ConvertedConfig(_Mixin):
     """Mixin of the converted families: checks `layer_mixers`, writes the rotary fields in both spellings."""
 
     def __post_init__(self, **kwargs: Any) -> None:

@@ -30,12 +30,11 @@ from transformers.models.mistral.modeling_mistral import (
     MistralRMSNorm,
     MistralRotaryEmbedding,
 )
-from transformers.processing_utils import Unpack
 from transformers.utils import TransformersKwargs, can_return_tuple
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import capture_outputs
 
-from unsoftmax.convert.cache import StateCache, StateLayer
+from unsoftmax.convert.cache import StateCache
 from unsoftmax.convert.config import (
     CONVERTED_CONFIGS,
     UnsoftLlamaConfig,
@@ -52,22 +51,28 @@ CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "
 PASSED_ON = frozenset(TransformersKwargs.__annotations__) | {"cache_position", "return_dict"}
 
 
-class ConvertedRotary:
+class ConvertedRotary(nn.Module):
     """Mixin of the rotary tables: they stay float32 when the model is cast to another dtype."""
 
     def _apply(self, fn, recurse: bool = True):
         before = dict(self._buffers)
         super()._apply(fn, recurse)
         for name, table in before.items():
-            if self._buffers[name].dtype != table.dtype:
-                self._buffers[name] = table.to(self._buffers[name].device)
+            after = self._buffers[name]
+            if table is not None and after is not None and after.dtype != table.dtype:
+                self._buffers[name] = table.to(after.device)
         return self
 
 
-class ConvertedLayer:
+class ConvertedLayer(nn.Module):
     """Mixin of the decoder layers: the source's layer, with the mixer that the config names for it."""
 
-    def __init__(self, config: PreTrainedConfig, layer_idx: int) -> None:
+    self_attn: nn.Module
+    mlp: nn.Module
+    input_layernorm: nn.Module
+    post_attention_layernorm: nn.Module
+
+    def __init__(self, config: Any, layer_idx: int) -> None:
         super().__init__(config, layer_idx)
         self.layer_idx = layer_idx
         entry = config.layer_mixers[layer_idx]
@@ -94,7 +99,7 @@ class ConvertedLayer:
         cache = past_key_values if cache is None else cache
         x = self.input_layernorm(hidden_states)
         if isinstance(self.self_attn, Mixer):
-            kept: StateLayer | None = None if cache is None else cache.layers[self.layer_idx]
+            kept: Any = None if cache is None else cache.layers[self.layer_idx]
             y, state = self.self_attn(
                 x,
                 rotary=Rotary(*position_embeddings),
@@ -121,7 +126,7 @@ def _new_tensors(mixer: Mixer) -> dict[str, torch.Tensor]:
     return mixer.new_parameters() | dict(mixer.named_buffers())
 
 
-class ConvertedWeights:
+class ConvertedWeights(PreTrainedModel):
     """Mixin in front of every converted model class: starts what a checkpoint lacks, and only that."""
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -165,15 +170,15 @@ class ConvertedModel(ConvertedWeights):
     @capture_outputs
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache: StateCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         use_cache: bool | None = None,
         past_key_values: StateCache | None = None,
         cu_seqlens: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> BaseModelOutputWithPast:
         """Hidden states [B, T, hidden] of tokens input_ids [B, T], or of inputs_embeds [B, T, hidden].
 
@@ -209,7 +214,7 @@ class ConvertedModel(ConvertedWeights):
             position_ids = self._positions(x, mask, cu_seqlens, cache, past)
         softmax_mask = None
         if cache is not None:
-            cache.count(mask, x.shape[:2], x.device)
+            cache.count(mask, (x.shape[0], x.shape[1]), x.device)
         if self.config.softmax_layers:
             softmax_mask = self._softmax_mask(x, mask, cu_seqlens, position_ids, cache)
 
@@ -226,9 +231,8 @@ class ConvertedModel(ConvertedWeights):
                 **{CACHE: cache},
                 **kwargs,
             )
-        return BaseModelOutputWithPast(
-            last_hidden_state=self.norm(x), **{CACHE: cache if use_cache else None}
-        )
+        kept: dict[str, Any] = {CACHE: cache if use_cache else None}
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **kept)
 
     def _positions(self, x, mask, cu_seqlens, cache, past: int) -> torch.Tensor:
         if mask is None and cu_seqlens is None and (cache is None or cache.seen is None):
@@ -247,13 +251,8 @@ class ConvertedModel(ConvertedWeights):
             mask = cache.real
         window = getattr(self.config, "sliding_window", None)
         create = create_causal_mask if window is None else create_sliding_window_causal_mask
-        return create(
-            config=self.config,
-            inputs_embeds=x,
-            attention_mask=mask,
-            position_ids=position_ids,
-            **{CACHE: cache},
-        )
+        given: dict[str, Any] = {"attention_mask": mask, "position_ids": position_ids, CACHE: cache}
+        return create(config=self.config, inputs_embeds=x, **given)
 
 
 def _refuse_unknown(kwargs: dict[str, Any]) -> None:
@@ -299,7 +298,7 @@ def _mask_of_step(attention_mask: torch.Tensor | None, past: int, x: torch.Tenso
 class ConvertedForCausalLM(ConvertedWeights):
     """Mixin of the two language models."""
 
-    model_class: type[PreTrainedModel]
+    model_class: type[ConvertedModel]
     pretrained_class: type[PreTrainedModel]
 
     def __init__(self, config: PreTrainedConfig) -> None:
@@ -314,17 +313,17 @@ class ConvertedForCausalLM(ConvertedWeights):
     @can_return_tuple
     def forward(
         self,
-        input_ids: torch.LongTensor | None = None,
+        input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
+        position_ids: torch.Tensor | None = None,
         cache: StateCache | None = None,
         inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
+        labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
         past_key_values: StateCache | None = None,
         cu_seqlens: torch.Tensor | None = None,
-        **kwargs: Unpack[TransformersKwargs],
+        **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, kept, vocab], and the mean loss where labels [B, T] are given (-100: not counted).
 
@@ -431,7 +430,7 @@ class UnsoftMistralForCausalLM(ConvertedForCausalLM, MistralForCausalLM):
     _no_split_modules = ["UnsoftMistralDecoderLayer"]  # noqa: RUF012
 
 
-CONVERTED_MODELS: dict[str, type[PreTrainedModel]] = {
+CONVERTED_MODELS: dict[str, type[ConvertedForCausalLM]] = {
     "llama": UnsoftLlamaForCausalLM,
     "mistral": UnsoftMistralForCausalLM,
 }
