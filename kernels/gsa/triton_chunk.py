@@ -1,0 +1,726 @@
+"""Gated slot attention on the GPU: forward and backward in Triton. Imported only where they run (needs triton).
+
+A document is cut into segments of SEGMENT tokens, a segment into blocks of C = 16. With K, V the slots before
+a block, G_i the sum of the block's log_gate up to token i, N that of its middle, T its total, per slot:
+
+    A_ij = q_i . k_j (j <= i)       U_i = scale (e^{G_i} K q_i + e^{G_i - N} sum_j A_ij s_j e^{N - G_j})
+    P    = read weights of U        B_ij = (P_i e^{G_i - N}) . (s_j e^{N - G_j}) (j <= i)
+    O_i  = (P_i e^{G_i}) V + sum_j B_ij v_j
+    K'   = e^T K + sum_j s_j e^{T - G_j} k_j, V' likewise
+
+and backwards, from the gradient dK', dV' of the slots after the block (sums over the query group implied):
+
+    dB_ij = dO_i . v_j              dP_i = e^{G_i} V dO_i + sum_j dB_ij e^{G_i - G_j} s_j;  dU of the read
+    dA_ij = scale sum_m dU_i e^{G_i - G_j} s_j
+    dQ   = scale (dU e^G) K + dA k  dk = dA^T Q + (s e^{T - G}) dK'      dv = B^T dO + (s e^{T - G}) dV'
+    dK   = e^T dK' + scale Q^T (dU e^G)             dV = e^T dV' + (P e^G)^T dO
+    ds_j = sum_i e^{G_i - G_j} (dB_ij P_i + dA..) + e^{T - G_j} (dK' k_j + dV' v_j)
+    dlog_gate_t = h_t - e^{log_gate_t} ds_t
+
+where h_t sums every path over token t: reads i >= t of K and V, writes j < t that reach K' and V', K and V
+that reach K' and V', and pairs j < t <= i. Each of these carries the factor e^{log_gate_t}, so h_t is relatively
+exact where a gate is saturated. Pairs are sums over rows less sums over columns of the same rounded products:
+they cancel to float32 rounding.
+
+Two ways to hold e^{G_i - G_j}: the two factors above, each an operand of a matrix product, with gates no lower
+than LOWEST inside a block (bfloat16; what an overwrite leaves behind is 4.5e-5, below its rounding; h_t is put
+right by e^{log_gate - clamped}); or EXACT, token by token, as products of gates (float32 and float16).
+
+All reads of q happen with the whole query group stacked: GR heads x 16 tokens are the rows of a product, and
+slots, gates and their factors exist once a key/value head. State buffers are [segments, H, size, M].
+Nothing of a later token enters an earlier result; segments and blocks start with the document.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+C = 16  # tokens of a block, everywhere below
+SEGMENT = 128
+LOWEST = -10.0
+FLOOR = -1e4  # e^-1e4 is 0, and no -inf meets a 0
+SCRATCH_BYTES = 128 << 20  # slots of each block while backward runs: launches are cut to fit
+TINY = 1e-37  # mass under which a slot is empty
+
+
+@triton.jit
+def _expm1(x):
+    """exp(x) - 1 of x <= 0: Taylor near 0, where the difference would cancel."""
+    y = 1.0 / 40320 + x * (1.0 / 362880)
+    y = 1.0 / 720 + x * (1.0 / 5040 + x * y)
+    y = 0.5 + x * (1.0 / 6 + x * (1.0 / 24 + x * (1.0 / 120 + x * y)))
+    return tl.where(x > -0.4, x * (1.0 + x * y), tl.exp(x) - 1.0)
+
+
+@triton.jit
+def _dot(a, b, DT: tl.constexpr, PREC: tl.constexpr):
+    return tl.dot(a.to(DT), b.to(DT), input_precision=PREC)
+
+
+@triton.jit
+def _rows(x, GR: tl.constexpr, M: tl.constexpr):
+    """[16, M] of tokens, repeated for each head of the group: [GR * 16, M]."""
+    return tl.reshape(tl.broadcast_to(x[None, :, :], (GR, 16, M)), (GR * 16, M))
+
+
+@triton.jit
+def _tokens(x, GR: tl.constexpr, M: tl.constexpr):
+    """[GR * 16, M] summed over the group: [16, M]."""
+    return tl.sum(tl.reshape(x, (GR, 16, M)), 0)
+
+
+@triton.jit
+def _load_gate(g_ptr, row, end, step, m, m_ok):
+    """log_gate of tokens row [n], 0 from `end` on; g_ptr points at the head, step from token to token."""
+    ok = (row < end)[:, None] & m_ok[None, :]
+    return tl.maximum(tl.load(g_ptr + row[:, None] * step + m[None, :], mask=ok, other=0.0), -1e4)
+
+
+@triton.jit
+def _gate(g_ptr, row, end, step, m, m_ok):
+    """log_gate of one token, [M]."""
+    ok = (row + m * 0 < end) & m_ok
+    return tl.maximum(tl.load(g_ptr + row * step + m, mask=ok, other=0.0), -1e4)
+
+
+@triton.jit
+def _left(g_ptr, row, last, end, step, m, m_ok):
+    """What of token row is left at the end of its block: exp of the gates after it, [16, M]."""
+    nxt = tl.where(row < last, row + 1, end)
+    return tl.exp(tl.cumsum(_load_gate(g_ptr, nxt, end, step, m, m_ok), 0, reverse=True))
+
+
+@triton.jit
+def _place(seg, seg_start, seg_end, T, SEG: tl.constexpr, PACKED: tl.constexpr):
+    """First row and the row after the last of a segment, int64."""
+    if PACKED:
+        a = tl.load(seg_start + seg).to(tl.int64)
+        b = tl.load(seg_end + seg).to(tl.int64)
+    else:
+        n = (T + SEG - 1) // SEG
+        doc = (seg // n).to(tl.int64)
+        a = doc * T + (seg % n) * SEG
+        b = tl.minimum(a + SEG, (doc + 1) * T)
+    return a, b
+
+
+@triton.jit
+def _spread(A, g_ptr, row, end, step, m, m_ok, GR: tl.constexpr, M: tl.constexpr):
+    """sum_j A_ij W_ij, [rows, M], W_ij = e^{G_i - G_j} s_j as products of gates."""
+    i, j = tl.arange(0, GR * 16) % 16, tl.arange(0, 16)
+    F = tl.zeros((GR * 16, M), tl.float32)
+    out = tl.zeros((GR * 16, M), tl.float32)
+    for back in range(16):
+        t = 15 - back
+        after = _gate(g_ptr, row + t + 1, end, step, m, m_ok)
+        here = _gate(g_ptr, row + t, end, step, m, m_ok)
+        F = tl.where((i == t)[:, None], 1.0, F * tl.exp(after)[None, :])
+        a = tl.sum(tl.where((j == t)[None, :], A, 0.0), 1)
+        out += a[:, None] * F * (-_expm1(here))[None, :]
+    return out
+
+
+@triton.jit
+def _gather(P, g_ptr, row, end, step, m, m_ok, GR: tl.constexpr, M: tl.constexpr):
+    """sum_m P_i W_ij, [rows, 16]."""
+    i, j = tl.arange(0, GR * 16) % 16, tl.arange(0, 16)
+    F = tl.zeros((GR * 16, M), tl.float32)
+    out = tl.zeros((GR * 16, 16), tl.float32)
+    for back in range(16):
+        t = 15 - back
+        after = _gate(g_ptr, row + t + 1, end, step, m, m_ok)
+        here = _gate(g_ptr, row + t, end, step, m, m_ok)
+        F = tl.where((i == t)[:, None], 1.0, F * tl.exp(after)[None, :])
+        b = tl.sum(P * F * (-_expm1(here))[None, :], 1)
+        out = tl.where((j == t)[None, :], b[:, None], out)
+    return out
+
+
+@triton.jit
+def _pair_grads(A, dB, P, dU, g_ptr, row, end, step, m, m_ok, GR: tl.constexpr, M: tl.constexpr):
+    """ds_j and h_t of the pairs inside a block, both [16, M]."""
+    i, j = tl.arange(0, GR * 16) % 16, tl.arange(0, 16)
+    F = tl.zeros((GR * 16, M), tl.float32)
+    ds = tl.zeros((16, M), tl.float32)
+    h = tl.zeros((16, M), tl.float32)
+    for back in range(16):
+        t = 15 - back
+        after = _gate(g_ptr, row + t + 1, end, step, m, m_ok)
+        here = _gate(g_ptr, row + t, end, step, m, m_ok)
+        F = tl.where((i == t)[:, None], 1.0, F * tl.exp(after)[None, :])
+        a = tl.sum(tl.where((j == t)[None, :], A, 0.0), 1)
+        b = tl.sum(tl.where((j == t)[None, :], dB, 0.0), 1)
+        x = _tokens(F * (b[:, None] * P + a[:, None] * dU), GR, M)
+        ds = tl.where((j == t)[:, None], tl.sum(x, 0)[None, :], ds)
+        paths = tl.cumsum(x, 0, reverse=True) * (-_expm1(here))[None, :]
+        h += tl.where((j > t)[:, None], paths, 0.0)
+    return ds, h
+
+
+@triton.jit
+def _read(u, z, m_ok, MASS: tl.constexpr):
+    """Read weights of u [rows, M]: softmax, or e^{u/z} / sum of z e^{u/z} over slots with any mass."""
+    if MASS:
+        live = (z > 1e-37) & m_ok[None, :]
+        z = tl.where(live, z, 1.0)
+        w = tl.where(live, u / z, -float("inf"))
+        top = tl.max(w + tl.log(z), 1)
+        top = tl.where(top == -float("inf"), 0.0, top)
+        e = tl.exp(w - top[:, None])
+        total = tl.sum(z * e, 1)
+        p = e / tl.where(total > 0, total, 1.0)[:, None]
+    else:
+        w = tl.where(m_ok[None, :], u, -float("inf"))
+        e = tl.exp(w - tl.max(w, 1)[:, None])
+        p = e / tl.sum(e, 1)[:, None]
+    return p
+
+
+@triton.jit
+def _read_grad(p, u, z, dp, MASS: tl.constexpr):
+    """du and dz of the read."""
+    S = tl.sum(p * dp, 1)[:, None]
+    if MASS:
+        live = z > 1e-37
+        z = tl.where(live, z, 1.0)
+        dw = p * (dp - z * S)
+        du = dw / z
+        dz = tl.where(live, -du * (u / z) - p * S, 0.0)
+    else:
+        du = p * (dp - S)
+        dz = tl.zeros_like(p)
+    return du, dz
+
+
+@triton.jit
+def _own_state(
+    x_ptr, g_ptr, own_ptr, total_ptr, seg_start, seg_end, T, H, X, slots,
+    SEG: tl.constexpr, XP: tl.constexpr, M: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Grid (segments * H). What a segment alone writes into empty slots [X, M] and its total log_gate [M]."""
+    seg, h = tl.program_id(0) // H, tl.program_id(0) % H
+    a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
+    t, m, x = tl.arange(0, 16), tl.arange(0, M), tl.arange(0, XP)
+    m_ok, x_ok = m < slots, x < X
+    g_ptr += h * slots
+    step = H * slots
+    S = tl.zeros((XP, M), tl.float32)
+    total = tl.zeros((M,), tl.float32)
+    for at in range(a, b, 16):
+        row = at + t
+        g = _load_gate(g_ptr, row, b, step, m, m_ok)
+        w = -_expm1(g) * _left(g_ptr, row, at + 15, b, step, m, m_ok)
+        where = row[None, :] * (H * X) + h * X + x[:, None]
+        xt = tl.load(x_ptr + where, mask=x_ok[:, None] & (row < b)[None, :], other=0.0)
+        gone = tl.sum(g, 0)
+        S = S * tl.exp(gone)[None, :] + _dot(xt, w, DT, PREC)
+        total += gone
+    base = tl.program_id(0).to(tl.int64)
+    ok = x_ok[:, None] & m_ok[None, :]
+    tl.store(own_ptr + base * X * slots + x[:, None] * slots + m[None, :], S, mask=ok)
+    tl.store(total_ptr + base * slots + m, total, mask=m_ok)
+
+
+@triton.jit
+def _scan(
+    buf_ptr, total_ptr, init_ptr, final_ptr, doc_first, n, H, X, slots,
+    REVERSE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, HAS_INIT: tl.constexpr,
+    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Grid (documents * H, tiles of X * M). Own sums become what is there before the segment (REVERSE: after).
+
+    buf [segments, H, X, M] in place; init and final [documents, H, M, X] float32. AHEAD segments are loaded
+    at once, to hide their latency; sums still run one after another.
+    """
+    doc, h = tl.program_id(0) // H, tl.program_id(0) % H
+    e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    x, m = e // slots, e % slots
+    ok = e < X * slots
+    if PACKED:
+        a = tl.load(doc_first + doc)
+        b = tl.load(doc_first + doc + 1)
+    else:
+        a = doc * n
+        b = a + n
+    where = tl.program_id(0).to(tl.int64) * X * slots + m * X + x
+    S = tl.zeros((BLOCK,), tl.float32)
+    if HAS_INIT:
+        S = tl.load(init_ptr + where, mask=ok, other=0.0)
+    k = tl.arange(0, AHEAD)
+    for i in range(a, b, AHEAD):
+        seg = i + k
+        if REVERSE:
+            seg = b - 1 - (seg - a)
+        tile_ok = ((seg >= a) & (seg < b))[:, None] & ok[None, :]
+        base = seg.to(tl.int64) * H + h
+        spot = buf_ptr + base[:, None] * (X * slots) + e[None, :]
+        own = tl.load(spot, mask=tile_ok, other=0.0).to(tl.float32)
+        if DECAY:
+            keep = tl.exp(tl.load(total_ptr + base[:, None] * slots + m[None, :], mask=tile_ok, other=0.0))
+        else:
+            keep = tl.full((AHEAD, BLOCK), 1.0, tl.float32)
+        before = tl.zeros((AHEAD, BLOCK), tl.float32)
+        for j in tl.static_range(AHEAD):
+            now = (k == j)[:, None]
+            before = tl.where(now, S[None, :], before)
+            S = S * tl.sum(tl.where(now, keep, 0.0), 0) + tl.sum(tl.where(now, own, 0.0), 0)
+        tl.store(spot, before, mask=tile_ok)
+    tl.store(final_ptr + where, S, mask=ok)
+
+
+@triton.jit
+def _forward(
+    q_ptr, k_ptr, v_ptr, g_ptr, o_ptr, k0_ptr, v0_ptr, gamma_ptr, seg_start, seg_end, scale, T, H, D, E, slots,
+    G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr, MASS: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Grid (segments * H). Reads q, k, v, log_gate and the slots before the segment; writes o.
+
+    Slots K [D, M] and V [M, E] live in registers, float32, along the segment.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    seg, h = pid // H, pid % H
+    a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
+    t, m, d, e = tl.arange(0, 16), tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
+    r = tl.arange(0, GR * 16)
+    head, i = r // 16, r % 16
+    m_ok, d_ok, e_ok = m < slots, d < D, e < E
+    K = tl.load(k0_ptr + pid * D * slots + d[:, None] * slots + m[None, :],
+                mask=d_ok[:, None] & m_ok[None, :], other=0.0).to(tl.float32)  # fmt: skip
+    V = tl.load(v0_ptr + pid * E * slots + e[None, :] * slots + m[:, None],
+                mask=e_ok[None, :] & m_ok[:, None], other=0.0).to(tl.float32)  # fmt: skip
+    kept = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
+    g_ptr += h * slots
+    step = H * slots
+    causal = i[:, None] >= t[None, :]
+    for at in range(a, b, 16):
+        row = at + t
+        g = _load_gate(g_ptr, row, b, step, m, m_ok)
+        q_row = (at + i) * (H * G) + h * G + head
+        r_ok = (head < G) & (at + i < b)
+        q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
+        kT = tl.load(k_ptr + (row[None, :] * H + h) * D + d[:, None],
+                     mask=(row < b)[None, :] & d_ok[:, None], other=0.0)  # fmt: skip
+        v = tl.load(v_ptr + (row[:, None] * H + h) * E + e[None, :],
+                    mask=(row < b)[:, None] & e_ok[None, :], other=0.0)  # fmt: skip
+        s = -_expm1(g)
+        A = tl.where(causal, _dot(q, kT, DT, PREC), 0.0)
+        z = -_expm1(kept[None, :] + tl.cumsum(g, 0))
+        decay = _rows(tl.exp(tl.cumsum(g, 0)), GR, M)
+        keep = tl.exp(tl.sum(g, 0))
+        if EXACT:
+            inner = _spread(A, g_ptr, at, b, step, m, m_ok, GR, M)
+            w = s * _left(g_ptr, row, at + 15, b, step, m, m_ok)
+        else:
+            c = tl.maximum(g, -10.0)
+            L = tl.cumsum(c, 0)
+            mid = tl.sum(tl.where((t < 8)[:, None], c, 0.0), 0)[None, :]
+            total = tl.sum(c, 0)
+            near = _rows(tl.exp(L - mid), GR, M)
+            col = (s * tl.exp(mid - L)).to(DT)
+            w = s * tl.exp(tl.minimum(total[None, :] - L, 0.0))
+            inner = near * _dot(A, col, DT, PREC)
+        U = scale * (decay * _dot(q, K, DT, PREC) + inner)
+        P = _read(U, _rows(z, GR, M), m_ok, MASS)
+        if EXACT:
+            Bm = _gather(P, g_ptr, at, b, step, m, m_ok, GR, M)
+        else:
+            Bm = tl.where(causal, _dot(P * near, tl.trans(col), DT, PREC), 0.0)
+        O = _dot(P * decay, V, DT, PREC) + _dot(Bm, v, DT, PREC)
+        tl.store(o_ptr + q_row[:, None] * E + e[None, :], O, mask=r_ok[:, None] & e_ok[None, :])
+        K = K * keep[None, :] + _dot(kT, w, DT, PREC)
+        V = V * keep[:, None] + _dot(tl.trans(w), v, DT, PREC)
+        kept += tl.sum(g, 0)
+
+
+@triton.jit
+def _backward_reads(
+    q_ptr, k_ptr, v_ptr, g_ptr, do_ptr, k0_ptr, v0_ptr, gamma_ptr, dk0_ptr, dv0_ptr, dgamma_ptr,
+    seg_start, seg_end, scale, T, H, D, E, slots,
+    G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr, MASS: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Grid (segments * H). What the segment's own reads ask of the slots before it: dK [D, M], dV [E, M].
+
+    Walks the segment forward as _forward does; slots, and these sums, live in registers. With mass also
+    dGamma [M], the sum of -dz e^Gamma.
+    """
+    pid = tl.program_id(0).to(tl.int64)
+    seg, h = pid // H, pid % H
+    a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
+    t, m, d, e = tl.arange(0, 16), tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
+    r = tl.arange(0, GR * 16)
+    head, i = r // 16, r % 16
+    m_ok, d_ok, e_ok = m < slots, d < D, e < E
+    k_spot = pid * D * slots + d[:, None] * slots + m[None, :]
+    v_spot = pid * E * slots + e[:, None] * slots + m[None, :]
+    dm_ok, em_ok = d_ok[:, None] & m_ok[None, :], e_ok[:, None] & m_ok[None, :]
+    K = tl.load(k0_ptr + k_spot, mask=dm_ok, other=0.0).to(tl.float32)
+    V = tl.load(v0_ptr + v_spot, mask=em_ok, other=0.0).to(tl.float32)
+    start = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
+    dK = tl.zeros((DP, M), tl.float32)
+    dV = tl.zeros((EP, M), tl.float32)
+    dgamma = tl.zeros((M,), tl.float32)
+    passed = tl.zeros((M,), tl.float32)  # log_gate since the segment began
+    g_ptr += h * slots
+    step = H * slots
+    causal = i[:, None] >= t[None, :]
+    for at in range(a, b, 16):
+        row = at + t
+        g = _load_gate(g_ptr, row, b, step, m, m_ok)
+        q_row = (at + i) * (H * G) + h * G + head
+        r_ok = (head < G) & (at + i < b)
+        q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
+        do = tl.load(do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0)
+        kT = tl.load(k_ptr + (row[None, :] * H + h) * D + d[:, None],
+                     mask=(row < b)[None, :] & d_ok[:, None], other=0.0)  # fmt: skip
+        vT = tl.load(v_ptr + (row[None, :] * H + h) * E + e[:, None],
+                     mask=(row < b)[None, :] & e_ok[:, None], other=0.0)  # fmt: skip
+        s = -_expm1(g)
+        A = tl.where(causal, _dot(q, kT, DT, PREC), 0.0)
+        dB = tl.where(causal, _dot(do, vT, DT, PREC), 0.0)
+        gamma = start[None, :] + (passed[None, :] + tl.cumsum(g, 0))
+        z = _rows(-_expm1(gamma), GR, M)
+        decay = _rows(tl.exp(tl.cumsum(g, 0)), GR, M)
+        keep = tl.exp(tl.sum(g, 0))
+        if EXACT:
+            inner = _spread(A, g_ptr, at, b, step, m, m_ok, GR, M)
+            dinner = _spread(dB, g_ptr, at, b, step, m, m_ok, GR, M)
+            w = s * _left(g_ptr, row, at + 15, b, step, m, m_ok)
+        else:
+            c = tl.maximum(g, -10.0)
+            L = tl.cumsum(c, 0)
+            mid = tl.sum(tl.where((t < 8)[:, None], c, 0.0), 0)[None, :]
+            total = tl.sum(c, 0)
+            near = _rows(tl.exp(L - mid), GR, M)
+            col = (s * tl.exp(mid - L)).to(DT)
+            w = s * tl.exp(tl.minimum(total[None, :] - L, 0.0))
+            inner = near * _dot(A, col, DT, PREC)
+            dinner = near * _dot(dB, col, DT, PREC)
+        U = scale * (decay * _dot(q, K, DT, PREC) + inner)
+        P = _read(U, z, m_ok, MASS)
+        dP = decay * _dot(do, V, DT, PREC) + dinner
+        dU, dz = _read_grad(P, U, z, dP, MASS)
+        reach = decay * tl.exp(passed)[None, :]
+        qT = tl.load(q_ptr + q_row[None, :] * D + d[:, None], mask=r_ok[None, :] & d_ok[:, None], other=0.0)
+        doT = tl.load(do_ptr + q_row[None, :] * E + e[:, None], mask=r_ok[None, :] & e_ok[:, None], other=0.0)
+        dK += _dot(qT, scale * dU * reach, DT, PREC)
+        dV += _dot(doT, P * reach, DT, PREC)
+        if MASS:
+            dgamma -= tl.sum(_tokens(dz, GR, M) * tl.exp(gamma), 0)
+        K = K * keep[None, :] + _dot(kT, w, DT, PREC)
+        V = V * keep[None, :] + _dot(vT, w, DT, PREC)
+        passed += tl.sum(g, 0)
+    tl.store(dk0_ptr + k_spot, dK, mask=dm_ok)
+    tl.store(dv0_ptr + v_spot, dV, mask=em_ok)
+    tl.store(dgamma_ptr + pid * slots + m, dgamma, mask=m_ok)
+
+
+@triton.jit
+def _backward(
+    q_ptr, k_ptr, v_ptr, g_ptr, do_ptr, k0_ptr, v0_ptr, gamma_ptr, dk1_ptr, dv1_ptr, dgamma_ptr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, sk_ptr, sv_ptr, sg_ptr, first,
+    seg_start, seg_end, scale, T, H, D, E, slots,
+    G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
+    DT: tl.constexpr, PREC: tl.constexpr, MASS: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Grid (some of segments * H, from `first`). All gradients of the segment's tokens.
+
+    Walks forward once to leave the slots before each block in scratch (sk, sv, sg), then backward with the
+    gradients of the slots, dK [D, M] and dV [E, M], in registers.
+    """
+    local = tl.program_id(0).to(tl.int64)
+    pid = first + local
+    seg, h = pid // H, pid % H
+    a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
+    t, m, d, e = tl.arange(0, 16), tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
+    r = tl.arange(0, GR * 16)
+    head, i = r // 16, r % 16
+    m_ok, d_ok, e_ok = m < slots, d < D, e < E
+    k_tile = d[:, None] * slots + m[None, :]
+    v_tile = e[:, None] * slots + m[None, :]
+    dm_ok, em_ok = d_ok[:, None] & m_ok[None, :], e_ok[:, None] & m_ok[None, :]
+    sk_ptr += local * (SEG // 16) * D * slots
+    sv_ptr += local * (SEG // 16) * E * slots
+    sg_ptr += local * (SEG // 16) * slots
+    g_ptr += h * slots
+    dg_ptr += h * slots
+    step = H * slots
+    K = tl.load(k0_ptr + pid * D * slots + k_tile, mask=dm_ok, other=0.0).to(tl.float32)
+    V = tl.load(v0_ptr + pid * E * slots + v_tile, mask=em_ok, other=0.0).to(tl.float32)
+    kept = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
+    blocks = ((b - a + 15) // 16).to(tl.int32)
+    for n in range(0, blocks):
+        tl.store(sk_ptr + n * D * slots + k_tile, K, mask=dm_ok)
+        tl.store(sv_ptr + n * E * slots + v_tile, V, mask=em_ok)
+        tl.store(sg_ptr + n * slots + m, kept, mask=m_ok)
+        at = a + n * 16
+        row = at + t
+        g = _load_gate(g_ptr, row, b, step, m, m_ok)
+        kT = tl.load(k_ptr + (row[None, :] * H + h) * D + d[:, None],
+                     mask=(row < b)[None, :] & d_ok[:, None], other=0.0)  # fmt: skip
+        vT = tl.load(v_ptr + (row[None, :] * H + h) * E + e[:, None],
+                     mask=(row < b)[None, :] & e_ok[:, None], other=0.0)  # fmt: skip
+        w = -_expm1(g) * _left(g_ptr, row, at + 15, b, step, m, m_ok)
+        gone = tl.sum(g, 0)
+        keep = tl.exp(gone)
+        K = K * keep[None, :] + _dot(kT, w, DT, PREC)
+        V = V * keep[None, :] + _dot(vT, w, DT, PREC)
+        kept += gone
+    tl.debug_barrier()
+
+    dK = tl.load(dk1_ptr + pid * D * slots + k_tile, mask=dm_ok, other=0.0).to(tl.float32)
+    dV = tl.load(dv1_ptr + pid * E * slots + v_tile, mask=em_ok, other=0.0).to(tl.float32)
+    dgamma = tl.load(dgamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
+    causal = i[:, None] >= t[None, :]
+    before = (t[:, None] > t[None, :]).to(tl.float32)
+    for back in range(0, blocks):
+        n = blocks - 1 - back
+        at = a + n * 16
+        row = at + t
+        row_ok = row < b
+        g = _load_gate(g_ptr, row, b, step, m, m_ok)
+        q_row = (at + i) * (H * G) + h * G + head
+        r_ok = (head < G) & (at + i < b)
+        q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
+        do = tl.load(do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0)
+        kT = tl.load(k_ptr + (row[None, :] * H + h) * D + d[:, None],
+                     mask=row_ok[None, :] & d_ok[:, None], other=0.0)  # fmt: skip
+        vT = tl.load(v_ptr + (row[None, :] * H + h) * E + e[:, None],
+                     mask=row_ok[None, :] & e_ok[:, None], other=0.0)  # fmt: skip
+        K = tl.load(sk_ptr + n * D * slots + k_tile, mask=dm_ok, other=0.0)
+        V = tl.load(sv_ptr + n * E * slots + v_tile, mask=em_ok, other=0.0)
+        kept = tl.load(sg_ptr + n * slots + m, mask=m_ok, other=0.0)
+        s = -_expm1(g)
+        A = tl.where(causal, _dot(q, kT, DT, PREC), 0.0)
+        dB = tl.where(causal, _dot(do, vT, DT, PREC), 0.0)
+        gamma = kept[None, :] + tl.cumsum(g, 0)
+        z = _rows(-_expm1(gamma), GR, M)
+        decay = _rows(tl.exp(tl.cumsum(g, 0)), GR, M)
+        keep = tl.exp(tl.sum(g, 0))
+        if EXACT:
+            inner = _spread(A, g_ptr, at, b, step, m, m_ok, GR, M)
+            dinner = _spread(dB, g_ptr, at, b, step, m, m_ok, GR, M)
+        else:
+            A = A.to(DT)
+            dB = dB.to(DT)
+            c = tl.maximum(g, -10.0)
+            L = tl.cumsum(c, 0)
+            mid = tl.sum(tl.where((t < 8)[:, None], c, 0.0), 0)[None, :]
+            near = _rows(tl.exp(L - mid), GR, M)
+            anti = tl.exp(mid - L)
+            col = (s * anti).to(DT)
+            inner = _dot(A, col, DT, PREC)  # without near, which its gradients below put on
+            dinner = _dot(dB, col, DT, PREC)
+        left = _left(g_ptr, row, at + 15, b, step, m, m_ok)
+        read_k = decay * _dot(q, K, DT, PREC)
+        read_v = decay * _dot(do, V, DT, PREC)
+        if EXACT:
+            U = scale * (read_k + inner)
+            dP = read_v + dinner
+        else:
+            U = scale * (read_k + near * inner)
+            dP = read_v + near * dinner
+        P = _read(U, z, m_ok, MASS)
+        dU, dz = _read_grad(P, U, z, dP, MASS)
+        dU = dU * scale
+        paths = tl.cumsum(_tokens(P * read_v + dU * read_k, GR, M), 0, reverse=True)
+        if EXACT:
+            Bm = _gather(P, g_ptr, at, b, step, m, m_ok, GR, M)
+            dA = _gather(dU, g_ptr, at, b, step, m, m_ok, GR, M)
+            ds, h_in = _pair_grads(A, dB, P, dU, g_ptr, at, b, step, m, m_ok, GR, M)
+            paths += h_in
+        else:
+            Pn = (P * near).to(DT)
+            dUn = (dU * near).to(DT)
+            Bm = tl.where(causal, _dot(Pn, tl.trans(col), DT, PREC), 0.0)
+            dA = tl.where(causal, _dot(dUn, tl.trans(col), DT, PREC), 0.0)
+            dcol = _dot(tl.trans(dB), Pn, DT, PREC) + _dot(tl.trans(A), dUn, DT, PREC)
+            ds = dcol * anti
+            by_row = _tokens(Pn.to(tl.float32) * dinner + dUn.to(tl.float32) * inner, GR, M)
+            paths += tl.exp(g - c) * tl.cumsum(by_row - dcol * col.to(tl.float32), 0, reverse=True)
+
+        # what reaches the slots after the block
+        w = s * left
+        asked = _dot(tl.trans(kT), dK, DT, PREC) + _dot(tl.trans(vT), dV, DT, PREC)  # [16, M]
+        ds += left * asked
+        paths += tl.dot(before, w * asked, input_precision="ieee")
+        kept_on = tl.sum(K.to(tl.float32) * dK, 0) + tl.sum(V.to(tl.float32) * dV, 0)
+        paths += (keep * kept_on)[None, :]
+
+        if MASS:
+            drift = _tokens(dz, GR, M) * tl.exp(gamma)
+            dg = paths - tl.exp(g) * ds - tl.cumsum(drift, 0, reverse=True) + dgamma[None, :]
+            dgamma -= tl.sum(drift, 0)
+        else:
+            dg = paths - tl.exp(g) * ds + dgamma[None, :]
+        tl.store(dg_ptr + row[:, None] * step + m[None, :], dg, mask=row_ok[:, None] & m_ok[None, :])
+
+        wT = tl.trans(w)
+        qT = tl.load(q_ptr + q_row[None, :] * D + d[:, None], mask=r_ok[None, :] & d_ok[:, None], other=0.0)
+        doT = tl.load(do_ptr + q_row[None, :] * E + e[:, None], mask=r_ok[None, :] & e_ok[:, None], other=0.0)
+        dkT = _dot(dK, wT, DT, PREC) + _dot(qT, dA, DT, PREC)
+        tl.store(dk_ptr + (row[None, :] * H + h) * D + d[:, None], dkT, mask=row_ok[None, :] & d_ok[:, None])
+        dvT = _dot(dV, wT, DT, PREC) + _dot(doT, Bm, DT, PREC)
+        tl.store(dv_ptr + (row[None, :] * H + h) * E + e[:, None], dvT, mask=row_ok[None, :] & e_ok[:, None])
+        dUd = dU * decay
+        dK = dK * keep[None, :] + _dot(qT, dUd, DT, PREC)
+        dV = dV * keep[None, :] + _dot(doT, P * decay, DT, PREC)
+        KT = tl.load(sk_ptr + n * D * slots + d[None, :] * slots + m[:, None],
+                     mask=d_ok[None, :] & m_ok[:, None], other=0.0)  # fmt: skip
+        k = tl.load(k_ptr + (row[:, None] * H + h) * D + d[None, :],
+                    mask=row_ok[:, None] & d_ok[None, :], other=0.0)  # fmt: skip
+        dq = _dot(dUd, KT, DT, PREC) + _dot(dA, k, DT, PREC)
+        tl.store(dq_ptr + q_row[:, None] * D + d[None, :], dq, mask=r_ok[:, None] & d_ok[None, :])
+
+
+# ---------------------------------------------------------------------------------------------------- launches
+
+
+class _Plan:
+    """Sizes, tiles and segments of one call."""
+
+    def __init__(self, q, k, v, log_gate, cu_seqlens) -> None:
+        B, self.T, self.HQ, self.D = q.shape
+        self.H, self.E, self.M = k.shape[2], v.shape[3], log_gate.shape[3]
+        self.group = self.HQ // self.H
+        self.packed = cu_seqlens is not None
+        self.exact = q.dtype != torch.bfloat16
+        self.state_dtype = torch.float32 if self.exact else torch.bfloat16
+        self.segment = SEGMENT
+        if self.packed:
+            ends = cu_seqlens.tolist()
+            counts = [-(-(b - a) // self.segment) for a, b in zip(ends, ends[1:])]
+            starts = [a + i * self.segment for a, n in zip(ends, counts) for i in range(n)]
+            stops = [min(a + (i + 1) * self.segment, b) for a, b, n in zip(ends, ends[1:], counts) for i in range(n)]
+            first = [0]
+            for n in counts:
+                first.append(first[-1] + n)
+            table = torch.tensor(starts + stops, dtype=torch.int64, device=q.device)
+            self.starts, self.stops = table[: len(starts)], table[len(starts) :]
+            self.first = torch.tensor(first, dtype=torch.int32, device=q.device)
+            self.docs, self.segments, self.each = len(counts), len(starts), 0
+        else:
+            self.starts = self.stops = self.first = None
+            self.each = -(-self.T // self.segment)
+            self.docs, self.segments = B, B * self.each
+
+    def tiles(self) -> dict:
+        return dict(
+            SEG=self.segment,
+            DP=max(16, triton.next_power_of_2(self.D)),
+            EP=max(16, triton.next_power_of_2(self.E)),
+            **self.kind(),
+            G=self.group,
+            GR=triton.next_power_of_2(self.group),
+            EXACT=self.exact,
+        )
+
+    def kind(self) -> dict:
+        return dict(
+            M=max(16, triton.next_power_of_2(self.M)),
+            DT=tl.float32 if self.exact else tl.bfloat16,
+            PREC="ieee",
+            PACKED=self.packed,
+        )
+
+    def buffer(self, like: torch.Tensor, size: int) -> torch.Tensor:
+        return like.new_empty(self.segments, self.H, size, self.M, dtype=self.state_dtype)
+
+
+WARPS = {"own": 4, "forward": 8, "reads": 8, "backward": 8}
+
+
+def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor) -> bool:
+    """Whether these kernels take the call; all else is for the PyTorch form.
+
+    Not: float64; more than 8 query heads a key/value head; slots that do not fit in registers, that is
+    next_power_of_2(M) * (next_power_of_2(D) + next_power_of_2(E)) above 32,768.
+    """
+    pad = triton.next_power_of_2
+    M, D, E = (max(16, pad(x.shape[-1])) for x in (log_gate, q, v))
+    same = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    fits = q.shape[2] // k.shape[2] <= 8 and M * (D + E) <= 32768
+    return same and fits and min(q.numel(), k.numel(), v.numel()) > 0
+
+
+def _states(plan: _Plan, k, v, g, k0, v0, kept0):
+    """(Slots K, V and Gamma before each segment, its own log_gate), (the final K, V, Gamma)."""
+    size = plan.segments * plan.H
+    total = g.new_empty(plan.segments, plan.H, 1, plan.M)
+    out, final = [], []
+    for x, init in ((k, k0), (v, v0)):
+        X = x.shape[-1]
+        own = plan.buffer(x, X)
+        _own_state[(size,)](
+            x, g, own, total, plan.starts, plan.stops, plan.T, plan.H, X, plan.M,
+            SEG=plan.segment, XP=max(16, triton.next_power_of_2(X)), **plan.kind(), num_warps=WARPS["own"],
+        )  # fmt: skip
+        final.append(_run_scan(plan, own, total, init, X, reverse=False, decay=True))
+        out.append(own)
+    gamma = total.clone()
+    kept = _run_scan(plan, gamma, total, kept0, 1, reverse=False, decay=False)
+    return (*out, gamma, total), (*final, kept[..., 0])
+
+
+def _run_scan(plan: _Plan, buf, total, init, X: int, *, reverse: bool, decay: bool) -> torch.Tensor:
+    final = buf.new_empty(plan.docs, plan.H, plan.M, X, dtype=torch.float32)
+    block = 128
+    _scan[(plan.docs * plan.H, triton.cdiv(X * plan.M, block))](
+        buf, total, init, final, plan.first, plan.each, plan.H, X, plan.M,
+        REVERSE=reverse, DECAY=decay, PACKED=plan.packed, HAS_INIT=init is not None, AHEAD=8, BLOCK=block,
+        num_warps=4,
+    )  # fmt: skip
+    return final
+
+
+def forward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqlens):
+    """o and the final K [N, H, M, D], V [N, H, M, E], Gamma [N, H, M]; inputs as of gsa(), states float32."""
+    q, k, v, g, k0, v0, kept0 = _plain(q, k, v, log_gate, k0, v0, kept0)
+    plan = _Plan(q, k, v, g, cu_seqlens)
+    (K0, V0, gamma, _), final = _states(plan, k, v, g, k0, v0, kept0)
+    o = v.new_empty(*q.shape[:3], plan.E)
+    _forward[(plan.segments * plan.H,)](
+        q, k, v, g, o, K0, V0, gamma, plan.starts, plan.stops, scale,
+        plan.T, plan.H, plan.D, plan.E, plan.M, MASS=mass, **plan.tiles(), num_warps=WARPS["forward"],
+    )  # fmt: skip
+    return o, *final
+
+
+def backward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqlens, do, dK1, dV1, dkept1):
+    """Gradients of q, k, v, log_gate and of the initial K, V, Gamma (float32), given those of the results."""
+    q, k, v, g, k0, v0, kept0 = _plain(q, k, v, log_gate, k0, v0, kept0)
+    do, dK1, dV1, dkept1 = _plain(do, dK1, dV1, dkept1)
+    plan = _Plan(q, k, v, g, cu_seqlens)
+    size = plan.segments * plan.H
+    (K0, V0, gamma, total), _ = _states(plan, k, v, g, k0, v0, kept0)
+    sizes = plan.T, plan.H, plan.D, plan.E, plan.M
+    tiles = plan.tiles()
+    dK, dV = plan.buffer(q, plan.D), plan.buffer(q, plan.E)
+    dgamma = torch.empty_like(gamma)
+    _backward_reads[(size,)](
+        q, k, v, g, do, K0, V0, gamma, dK, dV, dgamma, plan.starts, plan.stops, scale,
+        *sizes, MASS=mass, **tiles, num_warps=WARPS["reads"],
+    )  # fmt: skip
+    dk0 = _run_scan(plan, dK, total, dK1, plan.D, reverse=True, decay=True)
+    dv0 = _run_scan(plan, dV, total, dV1, plan.E, reverse=True, decay=True)
+    dkept0 = _run_scan(plan, dgamma, total, dkept1, 1, reverse=True, decay=False)
+    dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
+    blocks = plan.segment // C
+    each = blocks * plan.M * (plan.D + plan.E) * dK.element_size()
+    step = max(1, min(size, SCRATCH_BYTES // each))
+    sk = dK.new_empty(step, blocks, plan.D, plan.M)
+    sv = dK.new_empty(step, blocks, plan.E, plan.M)
+    sg = g.new_empty(step, blocks, plan.M)
+    for first in range(0, size, step):
+        _backward[(min(step, size - first),)](
+            q, k, v, g, do, K0, V0, gamma, dK, dV, dgamma, dq, dk, dv, dg, sk, sv, sg, first,
+            plan.starts, plan.stops, scale, *sizes, MASS=mass, **tiles, num_warps=WARPS["backward"],
+        )  # fmt: skip
+    return dq, dk, dv, dg, dk0, dv0, dkept0[..., 0]
+
+
+def _plain(*tensors):
+    """Contiguous; in the interpreter, which has no bfloat16, callers pass float32."""
+    return tuple(None if x is None else x.contiguous() for x in tensors)
