@@ -121,6 +121,10 @@ class Mixer(nn.Module):
         """Name to parameter, for every parameter that the source checkpoint does not have."""
         return {n: p for n, p in self.named_parameters() if n.split(".")[0] not in SOURCE_PROJECTIONS}
 
+    def has_storage(self) -> bool:
+        """Whether new parameters can be written: not on the meta device, nor once ZeRO-3 has sharded them."""
+        return all(p.numel() and not p.is_meta for p in self.new_parameters().values())
+
     def reset_new_parameters(self) -> None:
         """Give every new parameter and buffer its documented start, in place."""
 

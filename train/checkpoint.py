@@ -155,7 +155,7 @@ def _generators() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "cuda": cuda,
         "python": random.getstate(),
-        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "numpy": (name, torch.from_numpy(np.asarray(keys, dtype=np.int64)), position, has_gauss, gauss),
     }
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import io
+import math
 import os
 import random
 import socket
@@ -24,6 +25,7 @@ import torch
 from deepspeed.utils import logger as deepspeed_logger
 from torch import distributed as dist
 from torch import nn
+from transformers import PreTrainedModel
 
 from unsoftmax.kernels.mixer import Mixer
 from unsoftmax.recipes.schema import Recipe, accumulation
@@ -168,7 +170,7 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
     return groups
 
 
-def _load_sharded(load_model: Callable[[], nn.Module], config: dict[str, Any]) -> nn.Module:
+def _load_sharded(load_model: Callable[[], PreTrainedModel], config: dict[str, Any]) -> PreTrainedModel:
     """Load with every parameter sharded as it arrives: what transformers does while this object lives."""
     from transformers.integrations import HfDeepSpeedConfig
 
@@ -191,7 +193,7 @@ class Engine:
     returns a transformers causal LM with float32 parameters.
     """
 
-    def __init__(self, recipe: Recipe, place: Place, load_model: Callable[[], nn.Module]) -> None:
+    def __init__(self, recipe: Recipe, place: Place, load_model: Callable[[], PreTrainedModel]) -> None:
         self.recipe, self.place = recipe, place
         config = deepspeed_config(recipe, place.world)
         model = _load_sharded(load_model, config) if recipe.train.zero_stage == 3 else load_model()
@@ -204,12 +206,11 @@ class Engine:
             p.register_hook(self._watch(i))
         groups = parameter_groups(objective, recipe)
         self._scales = [g["lr_scale"] for g in groups]
-        self._engine, *_ = deepspeed.initialize(
-            model=objective, model_parameters=groups, config=config, dist_init_required=False
-        )
+        arguments: Any = {"model_parameters": groups, "config": config, "dist_init_required": False}
+        self._engine: Any = deepspeed.initialize(model=objective, **arguments)[0]
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> PreTrainedModel:
         """The language model itself, for scoring."""
         return self._engine.module.model
 
@@ -244,18 +245,18 @@ class Engine:
         values = report.tolist()
         bad = [name for name, count in zip(self._names, values[1:], strict=True) if count]
         norm = self._plain_clip() if self.recipe.train.zero_stage == 0 else None
-        applied = not bad and (norm is None or np.isfinite(norm))
+        applied = not bad and (norm is None or math.isfinite(norm))
         if not applied and self.recipe.train.zero_stage == 0:
             self._engine.zero_grad()  # AdamW passes over parameters that have no gradient
         self._engine.step()
         if norm is None:
             norm = float(self._engine.get_global_grad_norm())
-            applied = applied and np.isfinite(norm)
+            applied = applied and math.isfinite(norm)
             if not applied and self._engine.was_step_applied():
                 raise RuntimeError(
                     f"DeepSpeed {deepspeed.__version__} applied a gradient that is not finite: {bad}"
                 )
-        return StepResult(values[0], norm, bool(applied), bad)
+        return StepResult(values[0], norm, applied, bad)
 
     def _plain_clip(self) -> float:
         """Clip the gradient as ZeRO would, and return its norm before."""
@@ -268,7 +269,7 @@ class Engine:
         return [n for n, p in parameters if not getattr(p, "ds_tensor", p.data).isfinite().all()]
 
     @contextlib.contextmanager
-    def scoring(self) -> Iterator[nn.Module]:
+    def scoring(self) -> Iterator[PreTrainedModel]:
         """The model for passes without gradient. Under ZeRO-3 every rank must make the same ones."""
         module = self._engine.module
         module.eval()
@@ -298,5 +299,5 @@ def saved_weights(folder: Path, zero_stage: int) -> dict[str, torch.Tensor]:
         from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint as merged
 
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            state = merged(str(folder.parent), tag=folder.name)
+            state = merged(str(folder.parent), tag=folder.name) or {}
     return {name.removeprefix(PREFIX): tensor for name, tensor in state.items()}

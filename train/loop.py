@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch import nn
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unsoftmax.convert.load import CONVERTED_TYPES, load, read_config, tokenizer
 from unsoftmax.convert.measure import measure, token_ids, token_rows
@@ -197,7 +196,7 @@ def _prepare(recipe: Recipe, run: Path, start: Path, place: Place) -> Job:
     return Job(recipe, run, place, built, rows, held_out, progress, begun)
 
 
-def _load(start: Path) -> nn.Module:
+def _load(start: Path) -> PreTrainedModel:
     """The model in float32; a plain checkpoint with its softmax, in the class that keeps documents apart."""
     config = read_config(start)
     softmax = [{"name": SOFTMAX}] * config.num_hidden_layers

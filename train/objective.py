@@ -9,10 +9,13 @@ leave few labels.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from transformers import PreTrainedModel
 
 from unsoftmax.train.packing import IGNORE
 
@@ -48,7 +51,7 @@ class NextToken(nn.Module):
     model: a transformers causal LM; with documents apart, one whose inner model takes `cu_seqlens`.
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
 
@@ -59,7 +62,7 @@ class NextToken(nn.Module):
         inputs = {"input_ids": input_ids, "use_cache": False}
         if cu_seqlens is not None:
             inputs["cu_seqlens"] = cu_seqlens
-        hidden = self.model.get_decoder()(**inputs)[0]  # type: ignore[operator]
-        chunk = max(1, CHUNK_BYTES // (4 * self.model.config.vocab_size))  # type: ignore[union-attr]
-        head = self.model.get_output_embeddings()  # type: ignore[operator]
+        hidden = self.model.get_decoder()(**inputs)[0]
+        chunk = max(1, CHUNK_BYTES // (4 * self.model.config.vocab_size))
+        head: Any = self.model.get_output_embeddings()
         return summed_cross_entropy(head, hidden.flatten(0, 1), labels.flatten(), chunk)

@@ -20,22 +20,15 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from transformers import PreTrainedTokenizerBase
 
 IGNORE = -100  # the label of a token that has nothing to predict
 PIECE = 1 << 20  # characters tokenised at once; bounds the memory that an enormous document takes
 READ_ATTEMPTS = 5
-
-
-class Tokenizer(Protocol):
-    """What packing asks of a tokenizer; any of transformers' will do."""
-
-    eos_token_id: int | None
-
-    def __call__(self, text: str, *, add_special_tokens: bool, verbose: bool) -> Any: ...
 
 
 @dataclass(frozen=True)
@@ -146,7 +139,7 @@ class TokenRows:
     def __init__(
         self,
         sources: Sequence[Source],
-        tokenizer: Tokenizer,
+        tokenizer: PreTrainedTokenizerBase,
         *,
         row_tokens: int,
         apart: bool,

@@ -136,7 +136,8 @@ class GatedSlotAttention(Mixer):
             self.g_norm = nn.RMSNorm(shape.num_heads * shape.head_dim, eps=NORM_EPS)
         elif options.memory_slots:
             self.importance = Importance(shape.hidden_size, H, len(options.memory_slots))
-        self.reset_new_parameters()
+        if self.has_storage():
+            self.reset_new_parameters()
 
     @torch.no_grad()
     def reset_new_parameters(self) -> None:

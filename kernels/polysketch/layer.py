@@ -113,7 +113,7 @@ class PolySketchAttention(Mixer):
             self.sketch = ExactSketch()
         else:
             self.sketch = RandomSketch(options.sketch, options.degree, D + 1, options.sketch_size)
-        if not self.offset.is_meta:  # a model about to be loaded is built without storage
+        if self.has_storage():  # a model about to be loaded is built without
             self.reset_new_parameters()
 
     @torch.no_grad()
@@ -127,9 +127,7 @@ class PolySketchAttention(Mixer):
             self.far_query.zero_()
         if isinstance(self.sketch, RandomSketch):
             self.sketch.reset()
-        elif (
-            isinstance(self.sketch, LearnedSketch) and self.sketch.query.numel()
-        ):  # else sharded already (ZeRO-3)
+        elif isinstance(self.sketch, LearnedSketch):
             D, H = self.shape.head_dim, self.shape.num_kv_heads
             slow_first = torch.arange(D).view(2, -1).flip(1).T.flatten()
             axes = torch.eye(D)[:, slow_first].expand(H, D, D)
