@@ -62,7 +62,9 @@ def complete_layer_mixers(layer_mixers: list[dict] | None, num_layers: int) -> l
     complete = []
     for i, entry in enumerate(layer_mixers):
         options = mixer_options(entry, f"layer_mixers[{i}]")
-        complete.append({"name": entry["name"]} | ({} if options is None else dataclasses.asdict(options)))
+        known = {} if options is None else dataclasses.asdict(options)
+        as_json = {key: list(value) if isinstance(value, tuple) else value for key, value in known.items()}
+        complete.append({"name": entry["name"]} | as_json)
     return complete
 
 
