@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from unsoftmax.kernels.gsa import layer as gsa_layer
+from unsoftmax.kernels.gsa.layer import GSAOptions
 
 QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
@@ -29,8 +30,7 @@ def slot_lifetimes(model: Any, ids: torch.Tensor) -> list[dict[str, Any]]:
 
     Returns:
         [{"layer": n, "slots": {kind: {"p10", "median", "p90", "kept"}}}]; kept is the share of writes still
-        there at the end. Kinds are "sinks", "ring" and
-        "memory" ("memory 1", ... if several) where the layer was made so, else "slots".
+        there at the end. For the kinds see `kinds`.
     """
     layers = {id(m): n for n, m in _gsa_layers(model)}
     options = {n: m.options for n, m in _gsa_layers(model)}
@@ -118,13 +118,10 @@ def summarise(lives: torch.Tensor, share: torch.Tensor) -> dict[str, float] | No
     return {**found, "kept": kept.item()}
 
 
-def kinds(options: Any) -> dict[str, slice]:
-    """Which slots are what, by the layer's options."""
+def kinds(options: GSAOptions) -> dict[str, slice]:
+    """Which slots are what, by the layer's options: sinks, the ring, and a memory ring for each rate."""
     if options.start != "ring":
         return {"slots": slice(None)}
-    sizes = (options.sinks, *options.rings)
-    many = len(options.memory_slots) > 1
-    names = [f"memory {c + 1}" if many else "memory" for c in range(len(options.memory_slots))]
-    ends = list(itertools.accumulate(sizes))
-    parts = zip(("sinks", "ring", *names), sizes, ends)
-    return {kind: slice(end - size, end) for kind, size, end in parts if size}
+    names = ["sinks", "ring", *(f"memory, 1 token in {1 / rate:.0f}" for rate in options.memory_rates)]
+    edges = list(itertools.accumulate((options.sinks, *options.rings), initial=0))
+    return {name: slice(a, b) for name, a, b in zip(names, edges, edges[1:]) if b > a}
