@@ -11,6 +11,7 @@ e^bias over the copies of token j that are alive at i, and -inf otherwise. The o
 over the chunks of each slot's last write; keys and values are read where they lie: no slot is ever stored.
 """
 
+import importlib.util
 from typing import Any, NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ def slot_attention(
     scale: float | None = None,
     state: SlotState | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, SlotState]:
     """Attention over slots that each token may overwrite; see onehot_reference.py for the equations.
 
@@ -46,6 +48,7 @@ def slot_attention(
         scale: of q k; None means D ** -0.5.
         state: the slots before the first token; None starts empty. Not changed.
         cu_seqlens: [N + 1], documents packed in one row (B = 1); `state` is then one for each document.
+        backend: "triton" or "torch"; None chooses Triton on CUDA, for dtypes and head sizes it has.
 
     Returns:
         o [B, T, HQ, E] in v's dtype, 0 where every slot is empty, and the slots after the last token, N = B
@@ -56,11 +59,23 @@ def slot_attention(
         ValueError: shapes that do not fit together.
     """
     _check(q, k, v, write, bias, num_slots, cu_seqlens)
+    if backend not in (None, "torch", "triton"):
+        raise ValueError(f"slot_attention: backend is {backend!r}; it must be None, 'torch' or 'triton'")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     with torch.autocast(q.device.type, enabled=False):
+        if backend == "triton" or (backend is None and _suits_triton(q, v)):
+            from unsoftmax.kernels.gsa.triton_onehot import slot_attention_triton
+
+            return slot_attention_triton(q, k, v, write, bias, num_slots, factor, state, cu_seqlens)
         if q.shape[1] == 1 and cu_seqlens is None:
             return _step(q, k, v, write, bias, num_slots, factor, state)
         return _chunks(q, k, v, write, bias, num_slots, factor, state, cu_seqlens)
+
+
+def _suits_triton(q: torch.Tensor, v: torch.Tensor) -> bool:
+    if not q.is_cuda or importlib.util.find_spec("triton") is None:
+        return False
+    return q.dtype in (torch.float32, torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= 256
 
 
 class _Plan(NamedTuple):
