@@ -120,7 +120,7 @@ class Train:
     """Highest learning rate of the source's own parameters. With the dot: YAML reads 2e-4 as text."""
 
     new_lr_scale: float = 10.0
-    """Learning rate of the mixers' new parameters, as a multiple of the others'."""
+    """Learning rate of the mixers' new parameters, as a multiple of the others'; 0 keeps their start."""
 
     min_lr_ratio: float = 0.3
     """Learning rate at the end, as a share of the peak."""
@@ -186,7 +186,7 @@ class Train:
         for name in ("weight_decay", "grad_clip"):
             _need(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more, such as 1.0")
         _need(0 < self.peak_lr < 1, "train.peak_lr", self.peak_lr, "above 0 and below 1, such as 3.0e-5")
-        _need(self.new_lr_scale > 0, "train.new_lr_scale", self.new_lr_scale, "above 0, such as 10.0")
+        _need(self.new_lr_scale >= 0, "train.new_lr_scale", self.new_lr_scale, "0 or more, such as 10.0")
         _need(
             0 <= self.min_lr_ratio <= 1, "train.min_lr_ratio", self.min_lr_ratio, "from 0 to 1, such as 0.3"
         )
