@@ -27,6 +27,7 @@ from unsoftmax.kernels.polysketch import triton_block as block_kernels
 from unsoftmax.kernels.polysketch.chunked import polysketch
 from unsoftmax.kernels.polysketch.sketch import LearnedSketch, append
 from unsoftmax.kernels.polysketch.triton_block import Plan, Tiles, plan
+from unsoftmax.kernels.polysketch.triton_sketch import sketch_triton
 
 CAPS = {torch.bfloat16: 1e-2, torch.float32: 1e-5}  # as tests/tolerance.py
 FLOORS = {torch.bfloat16: 4e-3, torch.float32: 1e-6}
@@ -307,18 +308,39 @@ def row(result, name, run, leaves) -> None:
 
 
 def learned_sketch(result: dict) -> None:
-    """The sketch alone, as the layer computes it, in bfloat16."""
-    for r in (16, 32, 64):
-        q, k, _, _, _ = inputs(1, 32768, r=8, dtype=torch.bfloat16, **MISTRAL)
+    """The sketch of 1 x 32k in bfloat16: this project's kernels, PyTorch, and a whole operation with it."""
+    for r in (32, 16, 64):
+        q, k, v, _, _ = inputs(1, 32768, r=8, dtype=torch.bfloat16, **MISTRAL)
         sketch = LearnedSketch(4, 129, r, 8).cuda()
         torch.nn.init.normal_(sketch.query, std=0.1)
         torch.nn.init.normal_(sketch.key, std=0.1)
-        leaves = [q.requires_grad_(), k.requires_grad_(), *sketch.parameters()]
+        offset, factor = torch.rand(32, device="cuda"), torch.rand(32, device="cuda")
+        leaves = [q, k, v, *sketch.parameters(), offset, factor]
+        for leaf in leaves:
+            leaf.requires_grad_()
 
-        def run(q=q, k=k, sketch=sketch):
-            return torch.cat([x.flatten() for x in sketch(append(q, 1.0), append(k, 1.0))])
+        def ours(q=q, k=k, sketch=sketch, offset=offset, factor=factor):
+            phi_q = sketch_triton(q, sketch.query, factor=factor, last=offset)
+            return phi_q, sketch_triton(k, sketch.key, factor=None, last=1.0)
 
-        row(result, f"learned sketch r {r}, torch", run, leaves)
+        def plain(q=q, k=k, sketch=sketch, offset=offset, factor=factor):
+            q = append(q * factor[:, None].to(q.dtype), offset.to(q.dtype))
+            return sketch(q, append(k, 1.0))
+
+        def flat(form):
+            return lambda: torch.cat([x.flatten() for x in form()])
+
+        def whole(q=q, k=k, v=v, offset=offset, ours=ours):
+            return polysketch(q, k, v, *ours(), offset=offset)[0]
+
+        for mine, other in zip(ours(), plain()):
+            error = ((mine.float() - other.float()).norm() / other.float().norm()).item()
+            if not error < 1e-2:
+                print(f"WRONG learned sketch r {r}: {error:.1e} from PyTorch's")
+        used = [q, k, *sketch.parameters(), offset, factor]
+        row(result, f"learned sketch r {r}, Triton", flat(ours), used)
+        row(result, f"learned sketch r {r}, torch", flat(plain), used)
+        row(result, f"polysketch r {r} 1x32768 with sketch", whole, leaves)
 
 
 def warm(part: int, parts: int) -> None:

@@ -6,8 +6,10 @@ import torch
 from tolerance import assert_as_good_as
 from unsoftmax.kernels.polysketch.chunked import polysketch
 from unsoftmax.kernels.polysketch.reference import polysketch_reference
+from unsoftmax.kernels.polysketch.sketch import LearnedSketch, append
 
 pytest.importorskip("triton")
+from unsoftmax.kernels.polysketch.triton_sketch import sketch_triton
 
 SMALL = {  # B, T, HQ, H, D, E, r, block
     "one token": (1, 1, 2, 1, 16, 16, 16, 16),
@@ -133,6 +135,39 @@ def test_what_the_kernels_do_not_take_is_refused_by_name(wrong, message, device)
     tensors = case((1, 20, 2, 1, 16, 16, 16, 16), device=device)
     with pytest.raises(ValueError, match=f"does not take {message}"):
         polysketch(*(x.float() for x in tensors), **({"block": 16} | wrong), backend="triton")
+
+
+@pytest.mark.parametrize("degree", [2, 4])
+def test_the_learned_sketch_and_every_gradient_equal_the_definition(degree, device):
+    H, N, D, r = 2, 6, 20, 24
+    shapes = {
+        "x": (2, 70, N, D),
+        "maps": (H, degree // 2, D + 1, r),
+        "factor": (N,),
+        "last": (N,),
+        "mean": (N, D),
+    }
+    given = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
+    dphi = torch.randn(2, 70, N, r, device=device)
+    sketch = LearnedSketch(degree, D + 1, r, H)
+
+    def definition(x, maps, *, factor, last, mean):
+        x = append((x - mean) * factor[:, None], last)
+        return torch.func.functional_call(sketch, {"query": maps, "key": maps}, (x, x[:, :, :H]))[0]
+
+    def run(form, dtype):
+        leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
+        rest = {name: leaves[name] for name in ("factor", "last", "mean")}
+        phi = form(leaves["x"], leaves["maps"], **rest)
+        return [phi.detach(), *torch.autograd.grad(phi, list(leaves.values()), dphi.to(dtype))]
+
+    results = (
+        run(sketch_triton, torch.float32),
+        run(definition, torch.float32),
+        run(definition, torch.float64),
+    )
+    for name, *three in zip(("phi", *shapes), *results):
+        assert_as_good_as(name, *three)
 
 
 @pytest.mark.gpu

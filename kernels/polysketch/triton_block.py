@@ -44,6 +44,7 @@ from unsoftmax.kernels.polysketch.sketch import TILE, num_features
 SEGMENT = tl.constexpr(16)  # blocks whose states one program sums
 SIDE = tl.constexpr(TILE)
 PAIR = tl.constexpr(TILE * TILE)
+EXACT = tl.constexpr("tf32x3")  # float32 operands in three parts; plain float32 dots spill by kilobytes
 
 
 @triton.jit
@@ -98,7 +99,7 @@ def _far_mass(phi, z, R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr):
     """The far mass of sketches phi [ROWS, BR], and where it is more than rounding (as chunked._far)."""
     U, norms = _matrix(z, R, SLICES, BR)
     if phi.dtype == tl.float32:
-        y = tl.dot(phi, U, input_precision="ieee")
+        y = tl.dot(phi, U, input_precision=EXACT)
     else:  # a sum of three operands of 8 bits is a float32
         high = U.to(phi.dtype)
         rest = U - high.to(tl.float32)
@@ -182,7 +183,7 @@ def _states(
             tile = tl.load(
                 x + row[:, None] * E + e[None, :], mask=real[:, None] & (e < E)[None, :], other=0.0
             )
-            acc = tl.dot(features.to(tile.dtype), tile, acc, input_precision="ieee")
+            acc = tl.dot(features.to(tile.dtype), tile, acc, input_precision=EXACT)
     slot = (batch * tl.num_programs(1) + segment) * H + h
     tl.store(totals + slot * F * E + f[:, None] * E + e[None, :], acc, mask=(e < E)[None, :])
     if e0 == 0:
@@ -256,11 +257,11 @@ def _forward(
         j = j0 + tl.arange(0, BN)
         key = (batch * T + j) * H + h
         y = tl.load(k + key[:, None] * D + d[None, :], mask=(j < T)[:, None] & (d < D)[None, :], other=0.0)
-        s = tl.dot(x, tl.trans(y), input_precision="ieee") + shift[:, None]
+        s = tl.dot(x, tl.trans(y), input_precision=EXACT) + shift[:, None]
         w = tl.where(j[None, :] <= token[:, None], _odd_power(s, DEGREE) * s, 0.0)
         mass += tl.sum(w, 1)
         u = tl.load(v + key[:, None] * E + e[None, :], mask=(j < T)[:, None] & (e < E)[None, :], other=0.0)
-        acc = tl.dot(w.to(u.dtype), u, acc, input_precision="ieee")
+        acc = tl.dot(w.to(u.dtype), u, acc, input_precision=EXACT)
     if block > 0:
         slot = (batch * n + block) * H + h
         r = tl.arange(0, BR)
@@ -275,7 +276,7 @@ def _forward(
             state = tl.load(
                 S + (slot * F + p * PAIR + f[:, None]) * E + e[None, :], mask=(e < E)[None, :], other=0.0
             )
-            acc = tl.dot(features.to(state.dtype), state, acc, input_precision="ieee")
+            acc = tl.dot(features.to(state.dtype), state, acc, input_precision=EXACT)
     mass += normaliser
     acc = acc * tl.where(mass > 0, 1 / mass, 0.0)[:, None]
     tl.store(
@@ -328,13 +329,13 @@ def _queries(
         key = (batch * T + j) * H + h
         y = tl.load(k + key[:, None] * D + d[None, :], mask=(j < T)[:, None] & (d < D)[None, :], other=0.0)
         u = tl.load(v + key[:, None] * E + e[None, :], mask=(j < T)[:, None] & (e < E)[None, :], other=0.0)
-        s = tl.dot(x, tl.trans(y), input_precision="ieee") + shift[:, None]
-        dw = tl.dot(g, tl.trans(u), input_precision="ieee") - dot[:, None]
+        s = tl.dot(x, tl.trans(y), input_precision=EXACT) + shift[:, None]
+        dw = tl.dot(g, tl.trans(u), input_precision=EXACT) - dot[:, None]
         ds = DEGREE * _odd_power(s, DEGREE) * (inverse[:, None] * dw)
         ds = tl.where(j[None, :] <= token[:, None], ds, 0.0)
         if offset is not None:
             sums += tl.sum(ds, 1)
-        acc = tl.dot(ds.to(y.dtype), y, acc, input_precision="ieee")
+        acc = tl.dot(ds.to(y.dtype), y, acc, input_precision=EXACT)
     tl.store(
         dq + row[:, None] * D + d[None, :], acc.to(dq.dtype.element_ty), mask=real[:, None] & (d < D)[None, :]
     )
@@ -357,7 +358,7 @@ def _queries(
                 S + (slot * F + p * PAIR + f[:, None]) * E + e[None, :], mask=(e < E)[None, :], other=0.0
             )
             ones = tl.load(z + slot * F + p * PAIR + f)
-            df = tl.dot(g, tl.trans(state), input_precision="ieee") - dot[:, None] * ones[None, :]
+            df = tl.dot(g, tl.trans(state), input_precision=EXACT) - dot[:, None] * ones[None, :]
             df = tl.reshape(df * inverse[:, None], (BM, SIDE, SIDE))
             right = _slice(phi_q, row, live, b, R)
             left = _slice(phi_q, row, live, a, R)
@@ -413,8 +414,8 @@ def _keys(
             ones = tl.load(z + slot * F + p * PAIR + f)
             right = _slice(phi_k, key, real, b, R) * weight
             left = _slice(phi_k, key, real, a, R)
-            gv = tl.dot(_outer(left, right, BN).to(state.dtype), state, gv, input_precision="ieee")
-            df = tl.dot(u, tl.trans(state), input_precision="ieee") + ones[None, :]
+            gv = tl.dot(_outer(left, right, BN).to(state.dtype), state, gv, input_precision=EXACT)
+            df = tl.dot(u, tl.trans(state), input_precision=EXACT) + ones[None, :]
             df = tl.reshape(df, (BN, SIDE, SIDE))
             dleft = tl.sum(df * right[:, None, :], 2)
             dright = tl.sum(df * left[:, :, None], 1) * weight
@@ -441,13 +442,13 @@ def _keys(
         mass = tl.load(den + row, mask=here, other=0.0)
         dot = tl.load(delta + row, mask=here, other=0.0)
         inverse = tl.where(mass > 0, 1 / mass, 0.0)
-        s = tl.dot(y, tl.trans(x), input_precision="ieee")
+        s = tl.dot(y, tl.trans(x), input_precision=EXACT)
         if offset is not None:
             s += tl.load(offset + head)[None, :]
         power = tl.where(j[:, None] <= token[None, :], _odd_power(s, DEGREE) * inverse[None, :], 0.0)
-        gv = tl.dot((power * s).to(g.dtype), g, gv, input_precision="ieee")
-        dw = tl.dot(u, tl.trans(g), input_precision="ieee") - dot[None, :]
-        gk = tl.dot((DEGREE * power * dw).to(x.dtype), x, gk, input_precision="ieee")
+        gv = tl.dot((power * s).to(g.dtype), g, gv, input_precision=EXACT)
+        dw = tl.dot(u, tl.trans(g), input_precision=EXACT) - dot[None, :]
+        gk = tl.dot((DEGREE * power * dw).to(x.dtype), x, gk, input_precision=EXACT)
     tl.store(
         dk + key[:, None] * D + d[None, :], gk.to(dk.dtype.element_ty), mask=real[:, None] & (d < D)[None, :]
     )
@@ -478,8 +479,9 @@ class Plan(NamedTuple):
 def plan(dtype: torch.dtype, widest: int) -> Plan:
     """The tiles for operands of dtype and heads of at most `widest` numbers."""
     if dtype == torch.float32:
-        small = Tiles(32, 32, 4, 1)
-        return Plan(small, small, small, Tiles(0, 32, 4, 1), Tiles(0, 32, 4, 1))
+        size = 32 if widest <= 128 else 16
+        small, sums = Tiles(size, size, 8, 1), Tiles(0, 32, 4, 1)
+        return Plan(small, small, small, sums, sums)
     if widest > 128:
         return Plan(
             Tiles(64, 64, 8, 1),
