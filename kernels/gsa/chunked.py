@@ -36,6 +36,7 @@ def gsa(
     state: GSAState | None = None,
     cu_seqlens: torch.Tensor | None = None,
     chunk: int = 16,
+    backend: str | None = None,
 ) -> tuple[torch.Tensor, GSAState]:
     """Gated slot attention; see reference.py for the equations.
 
@@ -49,16 +50,22 @@ def gsa(
         mass: divide slots by their mass and leave empty ones out.
         state: the slots before the first token; None starts empty. Not changed.
         cu_seqlens: [N + 1], documents packed in one row (B = 1); `state` is then one for each document.
-        chunk: tokens handled at once.
+        chunk: tokens handled at once (PyTorch form).
+        backend: "triton" or "torch"; None is triton on CUDA where its kernels take the call (rule:
+            triton_chunk.supports), and this file's PyTorch form everywhere else.
 
     Returns:
         o [B, T, HQ, E] in v's dtype, and the state after the last token, N = B or documents. All sums and the
         state are float32, or float64 if q is.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes that do not fit together, or a backend that cannot take the call.
     """
     _check(q, k, v, log_gate, cu_seqlens)
+    if _use_triton(backend, q, k, v, log_gate):
+        from unsoftmax.kernels.gsa.triton_op import gsa_triton
+
+        return gsa_triton(q, k, v, log_gate, scale=scale, mass=mass, state=state, cu_seqlens=cu_seqlens)
     (B, T, HQ, D), (H, E), M = q.shape, v.shape[2:], log_gate.shape[-1]
     dtype = torch.promote_types(q.dtype, torch.float32)
     factor = D**-0.5 if scale is None else scale
@@ -226,6 +233,26 @@ def _places(lengths: Sequence[int], tiles: Sequence[int], C: int, device: torch.
         places.append(torch.arange(at, at + n))
         at += count * C
     return torch.cat(places).to(device)
+
+
+def _use_triton(backend: str | None, q, k, v, log_gate) -> bool:
+    """Imports triton only where it may run: this file also loads on machines without it."""
+    if backend not in (None, "triton", "torch"):
+        raise ValueError(f"gsa: backend is {backend!r}; it must be 'triton', 'torch' or None")
+    if backend == "torch" or (backend is None and q.device.type != "cuda"):
+        return False
+    try:
+        from unsoftmax.kernels.gsa.triton_chunk import supports
+    except ImportError as error:
+        if backend is None:
+            return False
+        raise ValueError("gsa: backend 'triton' needs triton, which is not installed; use 'torch'") from error
+    if supports(q, k, v, log_gate):
+        return True
+    if backend == "triton":
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v, log_gate))
+        raise ValueError(f"gsa: backend 'triton' does not take {q.dtype} {shapes}; use 'torch', or None")
+    return False
 
 
 def _check(q, k, v, log_gate, cu_seqlens) -> None:

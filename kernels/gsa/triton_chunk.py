@@ -1,4 +1,4 @@
-"""Gated slot attention on the GPU: forward and backward in Triton. Imported only where they run (needs triton).
+"""Gated slot attention on the GPU: forward and backward in Triton. Imported only where they run.
 
 A document is cut into segments of SEGMENT tokens, a segment into blocks of C = 16. With K, V the slots before
 a block, G_i the sum of the block's log_gate up to token i, N that of its middle, T its total, per slot:
@@ -18,29 +18,32 @@ and backwards, from the gradient dK', dV' of the slots after the block (sums ove
     dlog_gate_t = h_t - e^{log_gate_t} ds_t
 
 where h_t sums every path over token t: reads i >= t of K and V, writes j < t that reach K' and V', K and V
-that reach K' and V', and pairs j < t <= i. Each of these carries the factor e^{log_gate_t}, so h_t is relatively
-exact where a gate is saturated. Pairs are sums over rows less sums over columns of the same rounded products:
-they cancel to float32 rounding.
+that reach K' and V', and pairs j < t <= i. Each of these carries the factor e^{log_gate_t}, so h_t is
+relatively exact where a gate is saturated. Pairs are sums over rows less sums over columns of the same
+rounded products, which cancel to float32 rounding.
 
-Two ways to hold e^{G_i - G_j}: the two factors above, each an operand of a matrix product, with gates no lower
-than LOWEST inside a block (bfloat16; what an overwrite leaves behind is 4.5e-5, below its rounding; h_t is put
-right by e^{log_gate - clamped}); or EXACT, token by token, as products of gates (float32 and float16).
+Two ways to hold e^{G_i - G_j}: the two factors above, each an operand of a matrix product, with gates no
+lower than -10 for pairs (bfloat16; what an overwrite leaves behind is 4.5e-5, below its rounding; h_t is put
+right by e^{log_gate + 10}); or EXACT, token by token, as products of gates (float32 and float16).
 
 All reads of q happen with the whole query group stacked: GR heads x 16 tokens are the rows of a product, and
 slots, gates and their factors exist once a key/value head. State buffers are [segments, H, size, M].
 Nothing of a later token enters an earlier result; segments and blocks start with the document.
 """
 
+import itertools
+
 import torch
-import triton
-import triton.language as tl
+
+try:  # so that Transformers does not ask for triton where a bundle of these files is loaded without it
+    import triton
+    import triton.language as tl
+except ImportError as error:
+    raise ImportError("the Triton kernels of gated slot attention need triton") from error
 
 C = 16  # tokens of a block, everywhere below
 SEGMENT = 128
-LOWEST = -10.0
-FLOOR = -1e4  # e^-1e4 is 0, and no -inf meets a 0
 SCRATCH_BYTES = 128 << 20  # slots of each block while backward runs: launches are cut to fit
-TINY = 1e-37  # mass under which a slot is empty
 
 
 @triton.jit
@@ -84,6 +87,24 @@ def _gate(g_ptr, row, end, step, m, m_ok):
 
 
 @triton.jit
+def _power(n):
+    """2^n, exact, of whole numbers n in -126..127."""
+    return ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _factors(c, t):
+    """e^{G_i - N} and e^{N - G_j} of gates c [16, M] >= -10; N near the middle, so that both stay in range.
+
+    e^N is a power of two: it depends on later tokens, but moves no bit of any product of the two.
+    """
+    L = tl.cumsum(c, 0) * 1.4426950408889634
+    n = tl.floor(tl.sum(tl.where((t < 8)[:, None], c, 0.0), 0) * 1.4426950408889634)[None, :]
+    low, high = tl.floor(L), tl.floor(-L)
+    return tl.exp2(L - low) * _power(low - n), tl.exp2(-L - high) * _power(high + n)
+
+
+@triton.jit
 def _left(g_ptr, row, last, end, step, m, m_ok):
     """What of token row is left at the end of its block: exp of the gates after it, [16, M]."""
     nxt = tl.where(row < last, row + 1, end)
@@ -92,7 +113,7 @@ def _left(g_ptr, row, last, end, step, m, m_ok):
 
 @triton.jit
 def _place(seg, seg_start, seg_end, T, SEG: tl.constexpr, PACKED: tl.constexpr):
-    """First row and the row after the last of a segment, int64."""
+    """First row of a segment, int64, and its tokens. Offsets from there on are 32 bits wide."""
     if PACKED:
         a = tl.load(seg_start + seg).to(tl.int64)
         b = tl.load(seg_end + seg).to(tl.int64)
@@ -101,7 +122,7 @@ def _place(seg, seg_start, seg_end, T, SEG: tl.constexpr, PACKED: tl.constexpr):
         doc = (seg // n).to(tl.int64)
         a = doc * T + (seg % n) * SEG
         b = tl.minimum(a + SEG, (doc + 1) * T)
-    return a, b
+    return a, (b - a).to(tl.int32)
 
 
 @triton.jit
@@ -203,15 +224,16 @@ def _own_state(
     a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
     t, m, x = tl.arange(0, 16), tl.arange(0, M), tl.arange(0, XP)
     m_ok, x_ok = m < slots, x < X
-    g_ptr += h * slots
+    g_ptr += a * H * slots + h * slots
+    x_ptr += (a * H + h) * X
     step = H * slots
     S = tl.zeros((XP, M), tl.float32)
     total = tl.zeros((M,), tl.float32)
-    for at in range(a, b, 16):
+    for at in range(0, b, 16):
         row = at + t
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
         w = -_expm1(g) * _left(g_ptr, row, at + 15, b, step, m, m_ok)
-        where = row[None, :] * (H * X) + h * X + x[:, None]
+        where = row[None, :] * (H * X) + x[:, None]
         xt = tl.load(x_ptr + where, mask=x_ok[:, None] & (row < b)[None, :], other=0.0)
         gone = tl.sum(g, 0)
         S = S * tl.exp(gone)[None, :] + _dot(xt, w, DT, PREC)
@@ -228,7 +250,7 @@ def _scan(
     REVERSE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, HAS_INIT: tl.constexpr,
     AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (documents * H, tiles of X * M). Own sums become what is there before the segment (REVERSE: after).
+    """Grid (documents * H, tiles of X * M). Own sums become what is there before (REVERSE: after) it.
 
     buf [segments, H, X, M] in place; init and final [documents, H, M, X] float32. AHEAD segments are loaded
     at once, to hide their latency; sums still run one after another.
@@ -271,7 +293,8 @@ def _scan(
 
 @triton.jit
 def _forward(
-    q_ptr, k_ptr, v_ptr, g_ptr, o_ptr, k0_ptr, v0_ptr, gamma_ptr, seg_start, seg_end, scale, T, H, D, E, slots,
+    q_ptr, k_ptr, v_ptr, g_ptr, o_ptr, k0_ptr, v0_ptr, gamma_ptr,
+    seg_start, seg_end, scale, T, H, D, E, slots,
     G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
     DT: tl.constexpr, PREC: tl.constexpr, MASS: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
@@ -291,18 +314,22 @@ def _forward(
     V = tl.load(v0_ptr + pid * E * slots + e[None, :] * slots + m[:, None],
                 mask=e_ok[None, :] & m_ok[:, None], other=0.0).to(tl.float32)  # fmt: skip
     kept = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
-    g_ptr += h * slots
+    g_ptr += a * H * slots + h * slots
+    q_ptr += (a * H + h) * G * D
+    k_ptr += (a * H + h) * D
+    v_ptr += (a * H + h) * E
+    o_ptr += (a * H + h) * G * E
     step = H * slots
     causal = i[:, None] >= t[None, :]
-    for at in range(a, b, 16):
+    for at in range(0, b, 16):
         row = at + t
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
-        q_row = (at + i) * (H * G) + h * G + head
+        q_row = (at + i) * (H * G) + head
         r_ok = (head < G) & (at + i < b)
         q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
-        kT = tl.load(k_ptr + (row[None, :] * H + h) * D + d[:, None],
+        kT = tl.load(k_ptr + row[None, :] * (H * D) + d[:, None],
                      mask=(row < b)[None, :] & d_ok[:, None], other=0.0)  # fmt: skip
-        v = tl.load(v_ptr + (row[:, None] * H + h) * E + e[None, :],
+        v = tl.load(v_ptr + row[:, None] * (H * E) + e[None, :],
                     mask=(row < b)[:, None] & e_ok[None, :], other=0.0)  # fmt: skip
         s = -_expm1(g)
         A = tl.where(causal, _dot(q, kT, DT, PREC), 0.0)
@@ -315,10 +342,10 @@ def _forward(
         else:
             c = tl.maximum(g, -10.0)
             L = tl.cumsum(c, 0)
-            mid = tl.sum(tl.where((t < 8)[:, None], c, 0.0), 0)[None, :]
+            near, anti = _factors(c, t)
             total = tl.sum(c, 0)
-            near = _rows(tl.exp(L - mid), GR, M)
-            col = (s * tl.exp(mid - L)).to(DT)
+            near = _rows(near, GR, M)
+            col = (s * anti).to(DT)
             w = s * tl.exp(tl.minimum(total[None, :] - L, 0.0))
             inner = near * _dot(A, col, DT, PREC)
         U = scale * (decay * _dot(q, K, DT, PREC) + inner)
@@ -363,19 +390,23 @@ def _backward_reads(
     dV = tl.zeros((EP, M), tl.float32)
     dgamma = tl.zeros((M,), tl.float32)
     passed = tl.zeros((M,), tl.float32)  # log_gate since the segment began
-    g_ptr += h * slots
+    g_ptr += a * H * slots + h * slots
+    q_ptr += (a * H + h) * G * D
+    k_ptr += (a * H + h) * D
+    v_ptr += (a * H + h) * E
+    do_ptr += (a * H + h) * G * E
     step = H * slots
     causal = i[:, None] >= t[None, :]
-    for at in range(a, b, 16):
+    for at in range(0, b, 16):
         row = at + t
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
-        q_row = (at + i) * (H * G) + h * G + head
+        q_row = (at + i) * (H * G) + head
         r_ok = (head < G) & (at + i < b)
         q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
         do = tl.load(do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0)
-        kT = tl.load(k_ptr + (row[None, :] * H + h) * D + d[:, None],
+        kT = tl.load(k_ptr + row[None, :] * (H * D) + d[:, None],
                      mask=(row < b)[None, :] & d_ok[:, None], other=0.0)  # fmt: skip
-        vT = tl.load(v_ptr + (row[None, :] * H + h) * E + e[:, None],
+        vT = tl.load(v_ptr + row[None, :] * (H * E) + e[:, None],
                      mask=(row < b)[None, :] & e_ok[:, None], other=0.0)  # fmt: skip
         s = -_expm1(g)
         A = tl.where(causal, _dot(q, kT, DT, PREC), 0.0)
@@ -391,10 +422,10 @@ def _backward_reads(
         else:
             c = tl.maximum(g, -10.0)
             L = tl.cumsum(c, 0)
-            mid = tl.sum(tl.where((t < 8)[:, None], c, 0.0), 0)[None, :]
+            near, anti = _factors(c, t)
             total = tl.sum(c, 0)
-            near = _rows(tl.exp(L - mid), GR, M)
-            col = (s * tl.exp(mid - L)).to(DT)
+            near = _rows(near, GR, M)
+            col = (s * anti).to(DT)
             w = s * tl.exp(tl.minimum(total[None, :] - L, 0.0))
             inner = near * _dot(A, col, DT, PREC)
             dinner = near * _dot(dB, col, DT, PREC)
@@ -403,8 +434,8 @@ def _backward_reads(
         dP = decay * _dot(do, V, DT, PREC) + dinner
         dU, dz = _read_grad(P, U, z, dP, MASS)
         reach = decay * tl.exp(passed)[None, :]
-        qT = tl.load(q_ptr + q_row[None, :] * D + d[:, None], mask=r_ok[None, :] & d_ok[:, None], other=0.0)
-        doT = tl.load(do_ptr + q_row[None, :] * E + e[:, None], mask=r_ok[None, :] & e_ok[:, None], other=0.0)
+        qT = tl.trans(q)
+        doT = tl.trans(do)
         dK += _dot(qT, scale * dU * reach, DT, PREC)
         dV += _dot(doT, P * reach, DT, PREC)
         if MASS:
@@ -444,23 +475,30 @@ def _backward(
     sk_ptr += local * (SEG // 16) * D * slots
     sv_ptr += local * (SEG // 16) * E * slots
     sg_ptr += local * (SEG // 16) * slots
-    g_ptr += h * slots
-    dg_ptr += h * slots
+    g_ptr += a * H * slots + h * slots
+    dg_ptr += a * H * slots + h * slots
+    q_ptr += (a * H + h) * G * D
+    k_ptr += (a * H + h) * D
+    v_ptr += (a * H + h) * E
+    do_ptr += (a * H + h) * G * E
+    dq_ptr += (a * H + h) * G * D
+    dk_ptr += (a * H + h) * D
+    dv_ptr += (a * H + h) * E
     step = H * slots
     K = tl.load(k0_ptr + pid * D * slots + k_tile, mask=dm_ok, other=0.0).to(tl.float32)
     V = tl.load(v0_ptr + pid * E * slots + v_tile, mask=em_ok, other=0.0).to(tl.float32)
     kept = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
-    blocks = ((b - a + 15) // 16).to(tl.int32)
+    blocks = (b + 15) // 16
     for n in range(0, blocks):
         tl.store(sk_ptr + n * D * slots + k_tile, K, mask=dm_ok)
         tl.store(sv_ptr + n * E * slots + v_tile, V, mask=em_ok)
         tl.store(sg_ptr + n * slots + m, kept, mask=m_ok)
-        at = a + n * 16
+        at = n * 16
         row = at + t
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
-        kT = tl.load(k_ptr + (row[None, :] * H + h) * D + d[:, None],
+        kT = tl.load(k_ptr + row[None, :] * (H * D) + d[:, None],
                      mask=(row < b)[None, :] & d_ok[:, None], other=0.0)  # fmt: skip
-        vT = tl.load(v_ptr + (row[None, :] * H + h) * E + e[:, None],
+        vT = tl.load(v_ptr + row[None, :] * (H * E) + e[:, None],
                      mask=(row < b)[None, :] & e_ok[:, None], other=0.0)  # fmt: skip
         w = -_expm1(g) * _left(g_ptr, row, at + 15, b, step, m, m_ok)
         gone = tl.sum(g, 0)
@@ -477,25 +515,25 @@ def _backward(
     before = (t[:, None] > t[None, :]).to(tl.float32)
     for back in range(0, blocks):
         n = blocks - 1 - back
-        at = a + n * 16
+        at = n * 16
         row = at + t
         row_ok = row < b
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
-        q_row = (at + i) * (H * G) + h * G + head
+        q_row = (at + i) * (H * G) + head
         r_ok = (head < G) & (at + i < b)
         q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
         do = tl.load(do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0)
-        kT = tl.load(k_ptr + (row[None, :] * H + h) * D + d[:, None],
+        kT = tl.load(k_ptr + row[None, :] * (H * D) + d[:, None],
                      mask=row_ok[None, :] & d_ok[:, None], other=0.0)  # fmt: skip
-        vT = tl.load(v_ptr + (row[None, :] * H + h) * E + e[:, None],
+        vT = tl.load(v_ptr + row[None, :] * (H * E) + e[:, None],
                      mask=row_ok[None, :] & e_ok[:, None], other=0.0)  # fmt: skip
-        K = tl.load(sk_ptr + n * D * slots + k_tile, mask=dm_ok, other=0.0)
-        V = tl.load(sv_ptr + n * E * slots + v_tile, mask=em_ok, other=0.0)
-        kept = tl.load(sg_ptr + n * slots + m, mask=m_ok, other=0.0)
+        K0 = tl.load(sk_ptr + n * D * slots + k_tile, mask=dm_ok, other=0.0)
+        V0 = tl.load(sv_ptr + n * E * slots + v_tile, mask=em_ok, other=0.0)
+        kept0 = tl.load(sg_ptr + n * slots + m, mask=m_ok, other=0.0)
         s = -_expm1(g)
         A = tl.where(causal, _dot(q, kT, DT, PREC), 0.0)
         dB = tl.where(causal, _dot(do, vT, DT, PREC), 0.0)
-        gamma = kept[None, :] + tl.cumsum(g, 0)
+        gamma = kept0[None, :] + tl.cumsum(g, 0)
         z = _rows(-_expm1(gamma), GR, M)
         decay = _rows(tl.exp(tl.cumsum(g, 0)), GR, M)
         keep = tl.exp(tl.sum(g, 0))
@@ -506,16 +544,14 @@ def _backward(
             A = A.to(DT)
             dB = dB.to(DT)
             c = tl.maximum(g, -10.0)
-            L = tl.cumsum(c, 0)
-            mid = tl.sum(tl.where((t < 8)[:, None], c, 0.0), 0)[None, :]
-            near = _rows(tl.exp(L - mid), GR, M)
-            anti = tl.exp(mid - L)
+            near, anti = _factors(c, t)
+            near = _rows(near, GR, M)
             col = (s * anti).to(DT)
             inner = _dot(A, col, DT, PREC)  # without near, which its gradients below put on
             dinner = _dot(dB, col, DT, PREC)
         left = _left(g_ptr, row, at + 15, b, step, m, m_ok)
-        read_k = decay * _dot(q, K, DT, PREC)
-        read_v = decay * _dot(do, V, DT, PREC)
+        read_k = decay * _dot(q, K0, DT, PREC)
+        read_v = decay * _dot(do, V0, DT, PREC)
         if EXACT:
             U = scale * (read_k + inner)
             dP = read_v + dinner
@@ -546,7 +582,7 @@ def _backward(
         asked = _dot(tl.trans(kT), dK, DT, PREC) + _dot(tl.trans(vT), dV, DT, PREC)  # [16, M]
         ds += left * asked
         paths += tl.dot(before, w * asked, input_precision="ieee")
-        kept_on = tl.sum(K.to(tl.float32) * dK, 0) + tl.sum(V.to(tl.float32) * dV, 0)
+        kept_on = tl.sum(K0.to(tl.float32) * dK, 0) + tl.sum(V0.to(tl.float32) * dV, 0)
         paths += (keep * kept_on)[None, :]
 
         if MASS:
@@ -558,24 +594,26 @@ def _backward(
         tl.store(dg_ptr + row[:, None] * step + m[None, :], dg, mask=row_ok[:, None] & m_ok[None, :])
 
         wT = tl.trans(w)
-        qT = tl.load(q_ptr + q_row[None, :] * D + d[:, None], mask=r_ok[None, :] & d_ok[:, None], other=0.0)
-        doT = tl.load(do_ptr + q_row[None, :] * E + e[:, None], mask=r_ok[None, :] & e_ok[:, None], other=0.0)
+        qT = tl.trans(q)
+        doT = tl.trans(do)
         dkT = _dot(dK, wT, DT, PREC) + _dot(qT, dA, DT, PREC)
-        tl.store(dk_ptr + (row[None, :] * H + h) * D + d[:, None], dkT, mask=row_ok[None, :] & d_ok[:, None])
+        tl.store(dk_ptr + row[None, :] * (H * D) + d[:, None], dkT, mask=row_ok[None, :] & d_ok[:, None])
         dvT = _dot(dV, wT, DT, PREC) + _dot(doT, Bm, DT, PREC)
-        tl.store(dv_ptr + (row[None, :] * H + h) * E + e[:, None], dvT, mask=row_ok[None, :] & e_ok[:, None])
+        tl.store(dv_ptr + row[None, :] * (H * E) + e[:, None], dvT, mask=row_ok[None, :] & e_ok[:, None])
         dUd = dU * decay
         dK = dK * keep[None, :] + _dot(qT, dUd, DT, PREC)
         dV = dV * keep[None, :] + _dot(doT, P * decay, DT, PREC)
-        KT = tl.load(sk_ptr + n * D * slots + d[None, :] * slots + m[:, None],
-                     mask=d_ok[None, :] & m_ok[:, None], other=0.0)  # fmt: skip
-        k = tl.load(k_ptr + (row[:, None] * H + h) * D + d[None, :],
-                    mask=row_ok[:, None] & d_ok[None, :], other=0.0)  # fmt: skip
-        dq = _dot(dUd, KT, DT, PREC) + _dot(dA, k, DT, PREC)
+        dq = _dot(dUd, tl.trans(K0), DT, PREC) + _dot(dA, tl.trans(kT), DT, PREC)
         tl.store(dq_ptr + q_row[:, None] * D + d[None, :], dq, mask=r_ok[:, None] & d_ok[None, :])
 
 
-# ---------------------------------------------------------------------------------------------------- launches
+def exact_pairs(dtype: torch.dtype) -> bool:
+    """Whether pairs inside a block go token by token (EXACT), not as a product of two factors."""
+    return dtype != torch.bfloat16
+
+
+def _pad(n: int) -> int:
+    return max(16, triton.next_power_of_2(n))
 
 
 class _Plan:
@@ -586,50 +624,43 @@ class _Plan:
         self.H, self.E, self.M = k.shape[2], v.shape[3], log_gate.shape[3]
         self.group = self.HQ // self.H
         self.packed = cu_seqlens is not None
-        self.exact = q.dtype != torch.bfloat16
-        self.state_dtype = torch.float32 if self.exact else torch.bfloat16
+        self.exact = exact_pairs(q.dtype)
+        self.dot = q.dtype if q.dtype == torch.bfloat16 else torch.float32  # of operands, and slots at rest
         self.segment = SEGMENT
         if self.packed:
-            ends = cu_seqlens.tolist()
-            counts = [-(-(b - a) // self.segment) for a, b in zip(ends, ends[1:])]
-            starts = [a + i * self.segment for a, n in zip(ends, counts) for i in range(n)]
-            stops = [min(a + (i + 1) * self.segment, b) for a, b, n in zip(ends, ends[1:], counts) for i in range(n)]
-            first = [0]
-            for n in counts:
-                first.append(first[-1] + n)
+            starts, stops, first = [], [], [0]
+            for a, b in itertools.pairwise(cu_seqlens.tolist()):
+                begin = range(a, b, self.segment)
+                starts += begin
+                stops += [min(x + self.segment, b) for x in begin]
+                first.append(len(starts))
             table = torch.tensor(starts + stops, dtype=torch.int64, device=q.device)
-            self.starts, self.stops = table[: len(starts)], table[len(starts) :]
+            self.starts, self.stops = table.chunk(2)
             self.first = torch.tensor(first, dtype=torch.int32, device=q.device)
-            self.docs, self.segments, self.each = len(counts), len(starts), 0
+            self.docs, self.segments, self.each = len(first) - 1, len(starts), 0
         else:
             self.starts = self.stops = self.first = None
             self.each = -(-self.T // self.segment)
             self.docs, self.segments = B, B * self.each
 
     def tiles(self) -> dict:
-        return dict(
-            SEG=self.segment,
-            DP=max(16, triton.next_power_of_2(self.D)),
-            EP=max(16, triton.next_power_of_2(self.E)),
-            **self.kind(),
-            G=self.group,
-            GR=triton.next_power_of_2(self.group),
-            EXACT=self.exact,
-        )
+        more = {"SEG": self.segment, "DP": _pad(self.D), "EP": _pad(self.E), "EXACT": self.exact}
+        return {**more, **self.kind(), "G": self.group, "GR": triton.next_power_of_2(self.group)}
 
     def kind(self) -> dict:
-        return dict(
-            M=max(16, triton.next_power_of_2(self.M)),
-            DT=tl.float32 if self.exact else tl.bfloat16,
-            PREC="ieee",
-            PACKED=self.packed,
-        )
+        dot = tl.bfloat16 if self.dot == torch.bfloat16 else tl.float32
+        return {"M": _pad(self.M), "DT": dot, "PREC": "ieee", "PACKED": self.packed}
 
     def buffer(self, like: torch.Tensor, size: int) -> torch.Tensor:
-        return like.new_empty(self.segments, self.H, size, self.M, dtype=self.state_dtype)
+        return like.new_empty(self.segments, self.H, size, self.M, dtype=self.dot)
 
 
+# warps of a program, by kernel; nothing is tuned at run time
 WARPS = {"own": 4, "forward": 8, "reads": 8, "backward": 8}
+
+
+def _options(kernel: str) -> dict[str, int]:
+    return {"num_warps": WARPS[kernel], "num_stages": 1}
 
 
 def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.Tensor) -> bool:
@@ -638,11 +669,10 @@ def supports(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, log_gate: torch.
     Not: float64; more than 8 query heads a key/value head; slots that do not fit in registers, that is
     next_power_of_2(M) * (next_power_of_2(D) + next_power_of_2(E)) above 32,768.
     """
-    pad = triton.next_power_of_2
-    M, D, E = (max(16, pad(x.shape[-1])) for x in (log_gate, q, v))
-    same = q.dtype == k.dtype == v.dtype and q.dtype in (torch.float32, torch.float16, torch.bfloat16)
+    M, D, E = (_pad(x.shape[-1]) for x in (log_gate, q, v))
+    types = {x.dtype for x in (q, k, v)} <= {torch.float32, torch.float16, torch.bfloat16}
     fits = q.shape[2] // k.shape[2] <= 8 and M * (D + E) <= 32768
-    return same and fits and min(q.numel(), k.numel(), v.numel()) > 0
+    return types and fits and min(q.numel(), k.numel(), v.numel()) > 0
 
 
 def _states(plan: _Plan, k, v, g, k0, v0, kept0):
@@ -655,7 +685,7 @@ def _states(plan: _Plan, k, v, g, k0, v0, kept0):
         own = plan.buffer(x, X)
         _own_state[(size,)](
             x, g, own, total, plan.starts, plan.stops, plan.T, plan.H, X, plan.M,
-            SEG=plan.segment, XP=max(16, triton.next_power_of_2(X)), **plan.kind(), num_warps=WARPS["own"],
+            SEG=plan.segment, XP=_pad(X), **plan.kind(), **_options("own"),
         )  # fmt: skip
         final.append(_run_scan(plan, own, total, init, X, reverse=False, decay=True))
         out.append(own)
@@ -683,7 +713,7 @@ def forward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqle
     o = v.new_empty(*q.shape[:3], plan.E)
     _forward[(plan.segments * plan.H,)](
         q, k, v, g, o, K0, V0, gamma, plan.starts, plan.stops, scale,
-        plan.T, plan.H, plan.D, plan.E, plan.M, MASS=mass, **plan.tiles(), num_warps=WARPS["forward"],
+        plan.T, plan.H, plan.D, plan.E, plan.M, MASS=mass, **plan.tiles(), **_options("forward"),
     )  # fmt: skip
     return o, *final
 
@@ -701,7 +731,7 @@ def backward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seql
     dgamma = torch.empty_like(gamma)
     _backward_reads[(size,)](
         q, k, v, g, do, K0, V0, gamma, dK, dV, dgamma, plan.starts, plan.stops, scale,
-        *sizes, MASS=mass, **tiles, num_warps=WARPS["reads"],
+        *sizes, MASS=mass, **tiles, **_options("reads"),
     )  # fmt: skip
     dk0 = _run_scan(plan, dK, total, dK1, plan.D, reverse=True, decay=True)
     dv0 = _run_scan(plan, dV, total, dV1, plan.E, reverse=True, decay=True)
@@ -716,7 +746,7 @@ def backward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seql
     for first in range(0, size, step):
         _backward[(min(step, size - first),)](
             q, k, v, g, do, K0, V0, gamma, dK, dV, dgamma, dq, dk, dv, dg, sk, sv, sg, first,
-            plan.starts, plan.stops, scale, *sizes, MASS=mass, **tiles, num_warps=WARPS["backward"],
+            plan.starts, plan.stops, scale, *sizes, MASS=mass, **tiles, **_options("backward"),
         )  # fmt: skip
     return dq, dk, dv, dg, dk0, dv0, dkept0[..., 0]
 

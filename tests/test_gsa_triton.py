@@ -1,0 +1,115 @@
+"""The Triton kernels of gated slot attention: on a GPU in every dtype, elsewhere in Triton's interpreter."""
+
+import pytest
+import torch
+
+from test_gsa import GATES, everything, in_dtype, inputs
+from tolerance import assert_all_as_good_as
+from unsoftmax.kernels.gsa import triton_chunk
+from unsoftmax.kernels.gsa.chunked import gsa
+from unsoftmax.kernels.gsa.reference import GSAState, gsa_reference
+
+
+def triton(*args, **more):
+    return gsa(*args, backend="triton", **more)
+
+
+@pytest.fixture
+def short_segments(monkeypatch):
+    """So that few tokens make many segments."""
+    monkeypatch.setattr(triton_chunk, "SEGMENT", 32)
+
+
+@pytest.fixture(params=["exact pairs", "factored pairs"])
+def pairs(request, monkeypatch) -> str:
+    """Both ways to hold e^{G_i - G_j}, in float32."""
+    monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: request.param == "exact pairs")
+    return request.param
+
+
+def close(name: str, ours: torch.Tensor, gold: torch.Tensor, allowed: float) -> None:
+    assert ours.isfinite().all(), name
+    error = ((ours.double() - gold).norm() / gold.norm().clamp_min(1e-30)).item()
+    assert error <= allowed, f"{name}: {error:.1e}, allowed {allowed:.1e}"
+
+
+@pytest.mark.parametrize("mass", [False, True], ids=["published read", "mass"])
+def test_output_state_and_gradients_equal_the_definition(mass, device, pairs, short_segments):
+    tensors = inputs((1, 35, 3, 1, 12, 20, 5), "soft", device, torch.float32)
+    gold = everything(gsa_reference, tensors, mass=mass)
+    ours, plain = (
+        everything(op, in_dtype(tensors, torch.float32), mass=mass) for op in (triton, gsa_reference)
+    )
+    assert_all_as_good_as(ours, plain, gold, torch.float32)
+
+
+@pytest.mark.parametrize(
+    "gates", ["kept, -1e-6, -5, -50 and -1e4 in one chunk", "one slot overwritten a token"]
+)
+def test_saturated_gates_lose_no_more_than_a_factor_of_e_to_the_minus_10(
+    gates, device, monkeypatch, short_segments
+):
+    monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
+    tensors = inputs((1, 40, 2, 1, 16, 16, 16), gates, device, torch.float32)
+    gold = everything(gsa_reference, tensors, mass=True)
+    ours = everything(triton, in_dtype(tensors, torch.float32), mass=True)
+    for name in gold:
+        close(name, ours[name], gold[name], 1e-4)
+
+
+def test_the_gradient_of_a_saturated_gate_is_relatively_exact(device, monkeypatch, short_segments):
+    """A layer with a hard choice multiplies it by e^9 (straight-through)."""
+    monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
+    tensors = inputs((1, 40, 2, 1, 16, 16, 16), "one slot overwritten a token", device, torch.float32)
+    gold = everything(gsa_reference, tensors, mass=True)["dlog_gate"]
+    ours = everything(triton, in_dtype(tensors, torch.float32), mass=True)["dlog_gate"]
+    closed = tensors[3] == -9
+    close("dlog_gate", ours[closed], gold[closed], 1e-2)
+
+
+def test_packed_documents_with_states_equal_the_definition(device, monkeypatch, short_segments):
+    monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
+    tensors = inputs((1, 61, 4, 2, 8, 8, 6), "soft", device, torch.float32)
+    cu = torch.tensor([0, 1, 34, 34, 61], device=device)
+    state = GSAState(
+        torch.randn(4, 2, 6, 8, device=device),
+        torch.randn(4, 2, 6, 8, device=device),
+        -torch.rand(4, 2, 6, device=device),
+    )
+    gold = everything(
+        gsa_reference, tensors, mass=True, state=GSAState(*(x.double() for x in state)), cu_seqlens=cu
+    )
+    kept = [x.clone() for x in state]
+    ours = everything(triton, in_dtype(tensors, torch.float32), mass=True, state=state, cu_seqlens=cu)
+    for name in gold:
+        close(name, ours[name], gold[name], 1e-5)
+    assert all(a.equal(b) for a, b in zip(kept, state))
+
+
+def test_a_later_token_changes_no_earlier_output(device, monkeypatch, short_segments):
+    monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
+    tensors = in_dtype(inputs((1, 70, 2, 1, 16, 16, 16), "soft", device, torch.float32), torch.float32)
+    whole, _ = triton(*tensors, mass=True)
+    for n in (1, 17, 64, 69):
+        part, _ = triton(*(x[:, :n] for x in tensors), mass=True)
+        assert part.equal(whole[:, :n])
+
+
+def test_a_backend_that_cannot_says_so(device):
+    tensors = [x.double() for x in inputs((1, 3, 2, 1, 4, 4, 4), "soft", device)]
+    with pytest.raises(ValueError, match=r"does not take torch\.float64"):
+        triton(*tensors)
+    with pytest.raises(ValueError, match="must be 'triton'"):
+        gsa(*tensors, backend="cuda")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("mass", [False, True], ids=["published read", "mass"])
+@pytest.mark.parametrize("gates", GATES)
+@pytest.mark.parametrize("T", [1, 16, 17, 63, 64, 127, 129, 300])
+def test_every_dtype_and_gate_equals_the_definition(T, gates, mass, dtype, device):
+    tensors = inputs((2, T, 4, 2, 32, 48, 20), gates, device, dtype)
+    gold = everything(gsa_reference, tensors, mass=mass)
+    ours, plain = (everything(op, in_dtype(tensors, dtype), mass=mass) for op in (triton, gsa))
+    assert_all_as_good_as(ours, plain, gold, dtype)
