@@ -146,26 +146,67 @@ def polysketch(
             return _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule)
         if backend == "triton":
             raise ValueError(f"backend 'triton' does not take {reason}; backend 'torch' does")
+    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if log_gate is None:
+        log_gate = torch.zeros(B, T, H, device=k.device, dtype=sums)
+    if far_scale is None or far_scale.dim() == 1:
+        far_scale = (q.new_zeros(q.shape[2]) if far_scale is None else far_scale).expand(B, T, -1)
+    queries, keys = [q, phi_q, far_scale], [k, v, phi_k, log_gate]
+    with torch.autocast(q.device.type, enabled=False):
+        if state is not None and T == 1 and lengths is None and cu_seqlens is None:
+            o, state = _step(state, queries, keys, offset, rule, sums)
+        else:
+            o, state = _prefill(state, queries, keys, offset, rule, sums, cu_seqlens, lengths)
+    return o.to(v.dtype), state
+
+
+def _prefill(state, queries, keys, offset, rule, sums, cu_seqlens, lengths):
+    k, v, phi_k, _ = keys
+    B, T = k.shape[:2]
     if cu_seqlens is not None:
         if state is not None or lengths is not None or B > 1:
             raise ValueError("cu_seqlens packs documents in one row (B = 1), without state and lengths")
         layout = _packed(cu_seqlens, T, rule)
     else:
         layout = _rows(B, T, state, lengths, rule, k.device)
-    sums = torch.float64 if q.dtype == torch.float64 else torch.float32
-    if log_gate is None:
-        log_gate = torch.zeros(B, T, H, device=k.device, dtype=sums)
-    if far_scale is None or far_scale.dim() == 1:
-        far_scale = (q.new_zeros(q.shape[2]) if far_scale is None else far_scale).expand(B, T, -1)
     fresh = _empty(layout, k, v, phi_k, rule, sums) if state is None else state
     old = [None] * 4 if state is None else [state.k, state.v, state.phi_k, state.log_gate]
-    keys = [_laid(x, buffer, layout, rule) for x, buffer in zip((k, v, phi_k, log_gate), old)]
-    queries = [_laid(x, None, layout, rule)[:, rule.tiles - 1 :] for x in (q, phi_q, far_scale)]
+    keys = [_laid(x, buffer, layout, rule) for x, buffer in zip(keys, old)]
+    queries = [_laid(x, None, layout, rule)[:, rule.tiles - 1 :] for x in queries]
     sink = [_sinks(x, before, layout) for x, before in zip(keys, (fresh.sink_k, fresh.sink_v))]
-    with torch.autocast(q.device.type, enabled=False):
-        o, S = _walk(fresh.S.to(sums), queries, keys, sink, offset, layout, rule)
+    o, S = _walk(fresh.S.to(sums), queries, keys, sink, offset, layout, rule)
     o = o[:, :T] if layout.place is None else _take(o, layout.place)
-    return o.to(v.dtype), PolySketchState(S, *_buffer(keys, layout, rule), *sink, layout.seen)
+    return o, PolySketchState(S, *_buffer(keys, layout, rule), *sink, layout.seen)
+
+
+def _step(state, queries, keys, offset, rule, sums):
+    """One more token in each row: a tile with one query, and nothing laid out anew."""
+    C, W, seen = rule.block, rule.tiles * rule.block, state.seen
+    rows = torch.arange(len(seen), device=seen.device)
+    block, slot = torch.div(seen, C, rounding_mode="floor"), W - C + seen % C
+    token = (block - rule.tiles + 1)[:, None] * C + torch.arange(W, device=seen.device)
+    at = (rows, slot)
+    buffers = (state.k, state.v, state.phi_k, state.log_gate)
+    buffers = [old.index_put(at, x[:, 0].to(old.dtype)) for old, x in zip(buffers, keys)]
+    first = (torch.arange(rule.sinks, device=seen.device) == seen[:, None])[..., None, None]
+    sink = [x.to(old.dtype).where(first, old) for old, x in zip((state.sink_k, state.sink_v), keys)]
+
+    k, v, phi_k, gate = (x.unsqueeze(1) for x in buffers)  # one tile
+    total = _running(gate, (token <= seen[:, None]).unsqueeze(1)) if rule.gated else None
+    row = None if total is None else total[rows, :, :, slot].unsqueeze(-1)
+    S, tile = state.S.to(sums), token.unsqueeze(1)
+    queries = [x.unsqueeze(1) for x in queries]
+    tiles = [x.unsqueeze(1) for x in sink]
+    o = _read(S.unsqueeze(1), queries, (k, v, tile, total), tiles, seen[:, None, None], row, offset, rule)
+
+    ends = (seen + 1) % C == 0
+    if bool(ends.any()):
+        added, decay = _fold(phi_k, v, tile, total, rule, sums)
+        after = (S if decay is None else S * decay[:, 0]) + added[:, 0]
+        S = after.where(ends[:, None, None, None], S)
+        moved = [torch.cat((x[:, C:], torch.zeros_like(x[:, :C])), 1) for x in buffers]
+        buffers = [b.where(ends.view(-1, *(1,) * (b.dim() - 1)), a) for a, b in zip(buffers, moved)]
+    return o[:, 0], PolySketchState(S, *buffers, *sink, seen + 1)
 
 
 def why_not_triton(q, k, v, phi_q, rule: _Rule, given: dict) -> str | None:
@@ -358,60 +399,27 @@ def _walk(S, queries, keys, sink, offset, layout, rule):
 def _segment(S, queries, keys, sink, masks, offset, rule, wanted):
     """n tiles: o [R, n C, HQ, E], the state after them, and the states wanted, each [H, F, E + 1]."""
     (q, phi_q, far_scale), (k, v, phi_k, gate, position), (same, keep) = queries, keys, masks
-    n, C, H = q.shape[1], rule.block, k.shape[3]
-    near_k, near_v, near_phi, near_gate, near = (
+    n, C = q.shape[1], rule.block
+    k, v, phi_k, gate, token = (
         torch.cat([x[:, i : i + n] for i in range(rule.tiles)], 2) for x in (k, v, phi_k, gate, position)
     )
     mine = same.repeat_interleave(C, 2)
-    token = near.where(mine, -1)  # [R, n, W]
-    ones = torch.ones_like(near_v[..., :1])
-    values = torch.cat((near_v, ones), -1).to(S.dtype).transpose(2, 3)  # [R, n, H, W, E + 1]
-
-    total = _running(near_gate, mine) if rule.gated else None
-    left = values[:, :, :, :C].where((token[:, :, :C] >= rule.sinks)[:, :, None, :, None], 0)
-    if total is not None:
-        left = left * (total[..., -1:] - total[..., :C]).exp().to(S.dtype)[..., None]
-        decay = (total[..., -1] - _before_tile(total, C)).exp().to(S.dtype)[..., None, None]
-    phi_old = near_phi[:, :, :C].to(S.dtype).transpose(2, 3)
-    added = features(phi_old, weighted=True).transpose(-1, -2) @ left  # [R, n, H, F, E + 1]
+    token = token.where(mine, -1)  # [R, n, W]
+    total = _running(gate, mine) if rule.gated else None
+    added, decay = _fold(phi_k, v, token, total, rule, S.dtype)
     states = []
     for i, new in enumerate(added.unbind(1)):
         if keep is not None:
             S = S.where(keep[:, i, None, None, None], 0)
         states.append(S)
-        S = (S if total is None else S * decay[:, i]) + new
-    index = torch.arange(rule.sinks, device=q.device).expand(*token.shape[:2], -1)
-    column = torch.cat((index, token.where(token >= rule.sinks, torch.iinfo(torch.int64).max)), 2)
-    allowed = column.unsqueeze(2) <= position[:, rule.tiles - 1 :].unsqueeze(3)  # [R, n, C, sinks + W]
-    exact_k = torch.cat((sink[0], near_k), 2).to(S.dtype).transpose(2, 3)
-    sink_values = torch.cat((sink[1], torch.ones_like(sink[1][..., :1])), -1).to(S.dtype).transpose(2, 3)
-    exact_v = torch.cat((sink_values, values), 3)
-    q, phi_q = (x.to(S.dtype).unflatten(3, (H, -1)).permute(0, 1, 3, 4, 2, 5) for x in (q, phi_q))
-    far_scale = far_scale.to(S.dtype).unflatten(3, (H, -1)).permute(0, 1, 3, 4, 2)  # [R, n, H, G, C]
-    near_gate = far_gate = None
-    if total is not None:
-        near_gate, far_gate = _gates(total, allowed, rule)
-        far_scale = far_scale + far_gate.to(S.dtype).unsqueeze(3)
-    far, mass, live = _far(torch.stack(states, 1), phi_q)
-    score = (q.flatten(3, 4) @ exact_k.transpose(-1, -2)).unflatten(3, q.shape[3:5])
-    weight, top = _near(
-        score, allowed[:, :, None, None], offset, (far_scale + mass.log()).where(live, -torch.inf), rule
+        S = (S if decay is None else S * decay[:, i]) + new
+    position = position[:, rule.tiles - 1 :]
+    row = None if total is None else total[..., -C:]
+    o = _read(
+        torch.stack(states, 1), (q, phi_q, far_scale), (k, v, token, total), sink, position, row, offset, rule
     )
-    if near_gate is not None:
-        weight = weight * near_gate.to(S.dtype).unsqueeze(3)
-    # the clamp matters only to a far mass below the smallest float
-    factor = (far_scale - top).clamp(max=80.0).exp().where(live, 0)
-    sums = (weight.flatten(3, 4) @ exact_v).unflatten(3, q.shape[3:5]) + far * factor.unsqueeze(-1)
-    whole = sums[..., -1:]
-    if rule.normaliser:
-        whole = whole + rule.normaliser * (-top).clamp(max=80.0).exp().unsqueeze(-1)
-    o = (sums[..., :-1] / whole.where(whole > 0, 1)).where(whole > 0, 0)
     ends = [*states, S]
-    return (
-        o.permute(0, 1, 4, 2, 3, 5).flatten(3, 4).flatten(1, 2),
-        S,
-        *(ends[tile][row] for row, tile in wanted),
-    )
+    return (o.flatten(1, 2), S, *(ends[tile][row] for row, tile in wanted))
 
 
 def _running(gate: torch.Tensor, mine: torch.Tensor) -> torch.Tensor:
@@ -423,11 +431,57 @@ def _before_tile(total: torch.Tensor, C: int) -> torch.Tensor:
     return total[..., -C - 1] if total.shape[-1] > C else torch.zeros_like(total[..., -1])
 
 
-def _gates(total, allowed, rule) -> tuple[torch.Tensor, torch.Tensor]:
-    """What gates leave of each exact weight, [R, n, H, C, sinks + W], and the log of it for the far sum."""
-    row = total[..., -rule.block :]
-    passed = functional.pad(row.unsqueeze(-1) - total.unsqueeze(-2), (rule.sinks, 0))
-    return passed.where(allowed.unsqueeze(2), 0).exp(), row - _before_tile(total, rule.block).unsqueeze(-1)
+def _with_ones(v: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """v [R, n, W, H, E] to [R, n, H, W, E + 1]; the last column sums the weights."""
+    return torch.cat((v, torch.ones_like(v[..., :1])), -1).to(dtype).transpose(2, 3)
+
+
+def _fold(phi_k, v, token, total, rule, dtype):
+    """What the oldest block of each window adds to S as its newest one ends, and what S keeps then."""
+    C = rule.block
+    old = (token[:, :, :C] >= rule.sinks)[:, :, None, :, None]
+    left, decay = _with_ones(v[:, :, :C], dtype).where(old, 0), None
+    if total is not None:
+        left = left * (total[..., -1:] - total[..., :C]).exp().to(dtype)[..., None]
+        decay = (total[..., -1] - _before_tile(total, C)).exp().to(dtype)[..., None, None]
+    rows = features(phi_k[:, :, :C].to(dtype).transpose(2, 3), weighted=True)
+    return rows.transpose(-1, -2) @ left, decay  # [R, n, H, F, E + 1], [R, n, H, 1, 1]
+
+
+def _read(S, queries, keys, sink, position, row, offset, rule) -> torch.Tensor:
+    """o [R, n, Q, HQ, E] of Q queries a tile.
+
+    S [R, n, H, F, E + 1]; queries [R, n, Q, HQ, ...], their index in the document position [R, n, Q], their
+    running gates row [R, n, H, Q]; keys [R, n, W, H, ...] of which token [R, n, W] is the index.
+    """
+    (q, phi_q, far_scale), (k, v, token, total) = queries, keys
+    H = k.shape[3]
+    index = torch.arange(rule.sinks, device=q.device).expand(*token.shape[:2], -1)
+    column = torch.cat((index, token.where(token >= rule.sinks, torch.iinfo(torch.int64).max)), 2)
+    allowed = column.unsqueeze(2) <= position.unsqueeze(3)  # [R, n, Q, sinks + W]
+    exact_k = torch.cat((sink[0], k), 2).to(S.dtype).transpose(2, 3)
+    exact_v = _with_ones(torch.cat((sink[1], v), 2), S.dtype)
+    q, phi_q = (x.to(S.dtype).unflatten(3, (H, -1)).permute(0, 1, 3, 4, 2, 5) for x in (q, phi_q))
+    far_scale = far_scale.to(S.dtype).unflatten(3, (H, -1)).permute(0, 1, 3, 4, 2)  # [R, n, H, G, Q]
+    kept = None
+    if total is not None:
+        passed = functional.pad(row.unsqueeze(-1) - total.unsqueeze(-2), (rule.sinks, 0))
+        kept = passed.where(allowed.unsqueeze(2), 0).exp().to(S.dtype).unsqueeze(3)
+        before = _before_tile(total, rule.block).unsqueeze(-1)
+        far_scale = far_scale + (row - before).to(S.dtype).unsqueeze(3)
+    far, mass, live = _far(S, phi_q)
+    score = (q.flatten(3, 4) @ exact_k.transpose(-1, -2)).unflatten(3, q.shape[3:5])
+    log_far = (far_scale + mass.log()).where(live, -torch.inf)
+    weight, top = _near(score, allowed[:, :, None, None], offset, log_far, rule)
+    weight = weight if kept is None else weight * kept
+    # the clamp matters only to a far mass below the smallest float
+    factor = (far_scale - top).clamp(max=80.0).exp().where(live, 0)
+    sums = (weight.flatten(3, 4) @ exact_v).unflatten(3, q.shape[3:5]) + far * factor.unsqueeze(-1)
+    whole = sums[..., -1:]
+    if rule.normaliser:
+        whole = whole + rule.normaliser * (-top).clamp(max=80.0).exp().unsqueeze(-1)
+    o = (sums[..., :-1] / whole.where(whole > 0, 1)).where(whole > 0, 0)
+    return o.permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
 
 
 def _far(S: torch.Tensor, phi_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:

@@ -18,33 +18,44 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from unsoftmax.kernels.mixer import Rotary
-from unsoftmax.kernels.polysketch.sketch import LearnedSketch
+from unsoftmax.kernels.polysketch.sketch import LearnedSketch, append
 
 if TYPE_CHECKING:
     from unsoftmax.kernels.polysketch.layer import PolySketchAttention
 
-MAX_ROWS = 16  # calibration rows that are kept
-QUERIES = 48  # queries looked at in each
+MAX_ROWS = 12  # calibration rows that are kept
+QUERIES = 32  # queries looked at in each
 RIDGE = 0.1  # of the regression on q, in units of its mean squared size
-LEAST = 1e-12  # a weight below this share counts as this share, so that KL is finite
+LEAST = 1e-3  # a score 1 + b s nearer to zero counts as this, so that KL is finite
 
 
 class _Row(NamedTuple):
-    """One calibration row: a few queries and what they may look at."""
+    """One calibration row: n queries with far keys, and what they may look at."""
 
     q: torch.Tensor  # [n, HQ, D]
-    k: torch.Tensor  # [T, H, D]
-    scores: torch.Tensor  # [HQ, n, T], the teacher's logits, -inf for later keys
+    k: torch.Tensor  # [T, H, D], less key_mean
     far: torch.Tensor  # [n, T] bool
+    scores: torch.Tensor  # [HQ, n, T], scale q . (k - key_mean), of later keys too
+    share: torch.Tensor  # [HQ, n, T], the teacher's attention over far keys, adding up to 1
+    entropy: torch.Tensor  # [HQ, n], of share
+    log_far: torch.Tensor  # [HQ, n], log sum of exp(scores) over far keys
+    log_near: torch.Tensor  # [HQ, n], the same over near keys; -inf for local="power"
+
+    @property
+    def mass(self) -> torch.Tensor:
+        """The teacher's attention to all far keys, [HQ, n]."""
+        return (self.log_far - self.log_near).sigmoid()
 
 
 @torch.no_grad()
 def fit(layer: PolySketchAttention, batches: Iterable[tuple[torch.Tensor, Rotary]]) -> dict[str, float]:
-    """Set the layer's new parameters; returns medians over heads of KL, sharpness and far mass."""
-    rows = _collect(layer, batches)
-    if not rows:
+    """Set the layer's new parameters; returns medians over heads of KL and sharpness, and mean far masses."""
+    found = _collect(layer, batches)
+    if not found:
         return {}
-    layer.key_mean.copy_(torch.stack([row.k.mean(0) for row in rows]).mean(0))
+    mean = torch.stack([k.mean(0) for _, k, _, _ in found]).mean(0)
+    layer.key_mean.copy_(mean)
+    rows = [_row(layer, q, k - mean, causal, far) for q, k, causal, far in found]
     sharpness, kl = _sharpness(layer, rows)
     layer.offset.fill_(1.0)
     layer.sharpness.copy_(sharpness)
@@ -52,42 +63,52 @@ def fit(layer: PolySketchAttention, batches: Iterable[tuple[torch.Tensor, Rotary
         _principal(layer, rows)
     report = {"sharpness": sharpness.median().item(), "kl_exact_power": kl.median().item()}
     if layer.options.local == "softmax":
-        report |= _far_mass(layer, rows)
+        report |= _far_mass(layer, rows, mean)
     return report
 
 
-def _collect(layer, batches) -> list[_Row]:
+def _collect(layer, batches) -> list[tuple[torch.Tensor, ...]]:
+    """(q [n, HQ, D], k [T, H, D], causal [n, T], far [n, T]) of rows that have far keys."""
     options, rows = layer.options, []
     for x, rotary in batches:
         T = x.shape[1]
-        i = torch.linspace(T // 4, T - 1, min(QUERIES, T - T // 4), device=x.device).long()
+        i = torch.linspace(T // 4, T - 1, min(QUERIES, T - T // 4), device=x.device).long()[:, None]
         j = torch.arange(T, device=x.device)
-        causal = j <= i[:, None]
-        near = (j // options.block > i[:, None] // options.block - options.window // options.block) | (
-            j < options.sinks
-        )
-        far = causal if options.local == "power" else causal & ~near
-        for b in range(len(x)):
-            if len(rows) == MAX_ROWS or not far.any():
+        far = causal = j <= i
+        if options.local == "softmax":
+            oldest = i // options.block - options.window // options.block
+            far = causal & (j // options.block <= oldest) & (j >= options.sinks)
+        some = far.any(1)
+        for b in range(len(x) if some.any() else 0):
+            if len(rows) == MAX_ROWS:
                 return rows
             each = Rotary(*(r[b : b + 1] if len(r) > 1 else r for r in rotary))
             q, k, _ = (t[0].float() for t in layer.project(x[b : b + 1], each))
-            q = q[i]
-            scores = layer.scale * torch.einsum(
-                "nhgd,thd->hgnt", q.unflatten(1, (k.shape[1], -1)), k
-            ).flatten(0, 1)
-            rows.append(_Row(q, k, scores.masked_fill(~causal, -torch.inf), far))
+            rows.append((q[i[some, 0]], k, causal[some], far[some]))
     return rows
+
+
+def _row(layer, q, k, causal, far) -> _Row:
+    scores = layer.scale * _products(q, k)
+    there = scores.masked_fill(~far, -torch.inf)
+    log_far, share = there.logsumexp(-1), there.softmax(-1)
+    log_near = scores.masked_fill(far | ~causal, -torch.inf).logsumexp(-1)
+    return _Row(q, k, far, scores, share, log_far - (share * scores).sum(-1), log_far, log_near)
+
+
+def _products(q: torch.Tensor, k: torch.Tensor) -> torch.Tensor:
+    """q [n, HQ, D] times k [T, H, D], [HQ, n, T]."""
+    return torch.einsum("nhgd,thd->hgnt", q.unflatten(1, (k.shape[1], -1)), k).flatten(0, 1)
 
 
 def _sharpness(layer, rows) -> tuple[torch.Tensor, torch.Tensor]:
     """b of least KL and that KL, [HQ]."""
-    grid = torch.logspace(-1.7, 0.6, 24, device=rows[0].q.device)
+    grid = torch.logspace(-1.7, 0.6, 12, device=rows[0].q.device)
     losses = torch.stack([_kl(layer, rows, b.expand(layer.shape.num_heads)) for b in grid])
     best = losses.argmin(0)
     low, high = grid[(best - 1).clamp(min=0)], grid[(best + 1).clamp(max=len(grid) - 1)]
     golden = (5**0.5 - 1) / 2
-    for _ in range(8):
+    for _ in range(6):
         left, right = high - golden * (high - low), low + golden * (high - low)
         better = _kl(layer, rows, left) < _kl(layer, rows, right)
         low, high = torch.where(better, low, left), torch.where(better, right, high)
@@ -99,26 +120,16 @@ def _kl(layer, rows, b) -> torch.Tensor:
     """Mean KL of (1 + b s) ** p from the teacher over far keys, [HQ]; rows weigh as their far mass."""
     total = weight = 0.0
     for row in rows:
-        s = _centred(layer, row)
-        share = _teacher(row).softmax(-1).nan_to_num(0)  # rows without far keys
-        w = (1 + b[:, None, None] * s).pow(layer.options.degree) * row.far
-        log_w = (w / w.sum(-1, keepdim=True).clamp(min=1e-30)).clamp(min=LEAST).log()
-        kl = (torch.special.xlogy(share, share) - share * log_w).sum(-1)
-        mass = (row.scores.softmax(-1) * row.far).sum(-1)
-        total, weight = total + (kl * mass).sum(1), weight + mass.sum(1)
+        log_w = (b[:, None, None] * row.scores).add_(1).abs_().clamp_(min=LEAST).log_()
+        kl = _divergence(row, log_w.mul_(layer.options.degree))
+        total, weight = total + (kl * row.mass).sum(1), weight + row.mass.sum(1)
     return total / weight.clamp(min=1e-9)
 
 
-def _centred(layer, row) -> torch.Tensor:
-    """scale q . (k - key_mean), [HQ, n, T], 0 for later keys."""
-    shift = layer.scale * torch.einsum(
-        "nhgd,hd->hgn", row.q.unflatten(1, (row.k.shape[1], -1)), layer.key_mean.float()
-    )
-    return (row.scores - shift.flatten(0, 1).unsqueeze(-1)).masked_fill(row.scores == -torch.inf, 0)
-
-
-def _teacher(row) -> torch.Tensor:
-    return row.scores.masked_fill(~row.far, -torch.inf)
+def _divergence(row: _Row, log_w: torch.Tensor) -> torch.Tensor:
+    """KL [HQ, n] of weights, not normalised, from the teacher over far keys."""
+    log_sum = log_w.masked_fill(~row.far, -torch.inf).logsumexp(-1)
+    return log_sum - (row.share * log_w).sum(-1) - row.entropy
 
 
 def _principal(layer, rows) -> None:
@@ -126,7 +137,7 @@ def _principal(layer, rows) -> None:
     H = layer.shape.num_kv_heads
     q = torch.cat([row.q for row in rows]) * (layer.scale * layer.sharpness.float())[:, None]
     q = q.unflatten(1, (H, -1)).transpose(0, 1).flatten(1, 2)  # [H, n, D]
-    k = (torch.cat([row.k for row in rows]) - layer.key_mean.float()).transpose(0, 1)
+    k = torch.cat([row.k for row in rows]).transpose(0, 1)
     roots = [torch.linalg.cholesky(_moment(x)) for x in (q, k)]
     U, strength, Vh = torch.linalg.svd(roots[0].transpose(1, 2) @ roots[1])
     axes = (
@@ -144,51 +155,40 @@ def _moment(x: torch.Tensor) -> torch.Tensor:
     return moment + 1e-4 * mean[:, None, None] * torch.eye(x.shape[2], dtype=x.dtype, device=x.device)
 
 
-def _far_mass(layer, rows) -> dict[str, float]:
+def _far_mass(layer, rows, key_mean) -> dict[str, float]:
     """Fit far_scale and far_query; returns the far mass of teacher and layer, and the KL of the sketch."""
-    H, D = layer.shape.num_kv_heads, layer.shape.head_dim
-    layer.far_scale.zero_()
-    layer.far_query.copy_(layer.key_mean.repeat_interleave(layer.shape.num_heads // H, 0))
-    wanted, ours, near, used, kls = [], [], [], [], []
+    have, kl = [], []
     for row in rows:
-        some = row.far.any(-1)
-        phi_q, phi_k = layer.sketches(row.q[None], row.k[None])
-        product = torch.einsum("nhgr,thr->hgnt", phi_q[0].unflatten(1, (H, -1)), phi_k[0]).flatten(0, 1)
-        w = (product.square() * row.far)[:, some]
-        mass = w.sum(-1)
-        factor = layer.far_factor(row.q[None])[0].T[:, some]
-        wanted.append(_teacher(row).logsumexp(-1)[:, some])
-        near.append(row.scores.masked_fill(row.far, -torch.inf).logsumexp(-1)[:, some])
-        ours.append(mass.clamp(min=1e-30).log() + factor)
-        used.append(row.q[some])
-        share = _teacher(row)[:, some].softmax(-1)
-        log_w = (w / mass.unsqueeze(-1).clamp(min=1e-30)).clamp(min=LEAST).log()
-        kls.append((torch.special.xlogy(share, share) - share * log_w).sum(-1))
-    want, have, close, kl = (torch.cat(x, 1) for x in (wanted, ours, near, kls))  # [HQ, n]
-    q = torch.cat(used).transpose(0, 1) * layer.scale  # [HQ, n, D]
-    share = (want - close).sigmoid()
-    weight = share * (1 - share) + 1e-3
-    miss = (want - have).clamp(-10, 10)
-    design = torch.cat((q, torch.ones_like(q[..., :1])), -1).double()
-    gram = design.transpose(1, 2) @ (design * weight.unsqueeze(-1))
-    size = gram[:, :D, :D].diagonal(dim1=1, dim2=2).mean(-1)
-    penalty = torch.diag_embed(
-        torch.cat((torch.ones(D), torch.zeros(1))).to(gram) * (RIDGE * size)[:, None] + 1e-9
-    )
-    solved = torch.linalg.solve(
-        gram + penalty, design.transpose(1, 2) @ (weight * miss).double().unsqueeze(-1)
-    )
-    layer.far_query += solved[:, :D, 0].to(layer.far_query)
-    have = have + torch.einsum("hnd,hd->hn", q, solved[:, :D, 0].float())
-    constant = _matching(have - close, share.mean(1))
-    layer.far_scale.copy_(constant)
-    mean = (have - close + constant[:, None]).sigmoid().mean(1)
+        phi_q, phi_k = layer.sketches(row.q[None], (row.k + key_mean)[None])
+        log_w = 2 * _products(phi_q[0], phi_k[0]).abs().clamp(min=LEAST**2).log()
+        have.append(log_w.masked_fill(~row.far, -torch.inf).logsumexp(-1))
+        kl.append(_divergence(row, log_w))
+    have, kl, far, near, share = (
+        torch.cat(x, 1) for x in (have, kl, *zip(*((r.log_far, r.log_near, r.mass) for r in rows)))
+    )  # [HQ, all n]
+    q = torch.cat([row.q for row in rows]).transpose(0, 1) * layer.scale
+    change = _ridge(q, (far - have).clamp(-10, 10), share * (1 - share) + 1e-3)
+    layer.far_query.copy_(key_mean.repeat_interleave(len(q) // len(key_mean), 0) + change)
+    have = have + torch.einsum("hnd,hd->hn", q, change)
+    layer.far_scale.copy_(_matching(have - near, share.mean(1)))
+    ours = (have - near + layer.far_scale[:, None]).sigmoid()
     kl = (kl * share).sum(1) / share.sum(1).clamp(min=1e-9)
     return {
         "far_mass_teacher": share.mean().item(),
-        "far_mass": mean.mean().item(),
+        "far_mass": ours.mean().item(),
         "kl_sketch": kl.median().item(),
     }
+
+
+def _ridge(x: torch.Tensor, y: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Slopes [HQ, D] of y [HQ, n] on x [HQ, n, D], with a free constant."""
+    D = x.shape[-1]
+    design = append(x, 1.0).double()
+    gram = design.transpose(1, 2) @ (design * weight.unsqueeze(-1))
+    size = gram[:, :D, :D].diagonal(dim1=1, dim2=2).mean(-1)
+    penalty = append((RIDGE * size)[:, None].expand(-1, D), 0.0) + 1e-9
+    target = design.transpose(1, 2) @ (weight * y).double().unsqueeze(-1)
+    return torch.linalg.solve(gram + torch.diag_embed(penalty), target)[:, :D, 0].float()
 
 
 def _matching(x: torch.Tensor, target: torch.Tensor) -> torch.Tensor:

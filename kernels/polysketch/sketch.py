@@ -77,12 +77,12 @@ class RandomSketch(nn.Module):
         super().__init__()
         self.kind = kind
         self.leaf = nn.Parameter(torch.empty(degree // 2, width, size), requires_grad=False)
-        self.inner = nn.Parameter(torch.empty(2 if degree == 8 else 0, size, size), requires_grad=False)
+        self.inner = nn.Parameter(torch.empty(2, size, size), requires_grad=False) if degree == 8 else None
 
     @torch.no_grad()
     def reset(self) -> None:
         """Draw anew from torch's global generator."""
-        for matrices in (self.leaf, self.inner):
+        for matrices in self.parameters():
             matrices.copy_(_gaussian(matrices) if self.kind == "gaussian" else _hadamard(matrices))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -90,13 +90,13 @@ class RandomSketch(nn.Module):
         return self._sketch(q), self._sketch(k)
 
     def _sketch(self, x: torch.Tensor) -> torch.Tensor:
-        leaf, inner = self.leaf.to(x.dtype), self.inner.to(x.dtype)
+        leaf = self.leaf.to(x.dtype)
         root = leaf.shape[-1] ** -0.5
         parts = [x @ matrix for matrix in leaf]
         while len(parts) > 1:
             parts = [a * b * root for a, b in zip(parts[::2], parts[1::2])]
-            if len(parts) > 1:
-                parts = [part @ matrix for part, matrix in zip(parts, inner)]
+            if self.inner is not None and len(parts) > 1:
+                parts = [part @ matrix for part, matrix in zip(parts, self.inner.to(x.dtype))]
         return parts[0] if len(leaf) > 1 else parts[0] * root
 
 
