@@ -29,6 +29,7 @@ Kernels   _states   S or R within segments, and each segment's total
           _keys     dk, dv, dphi_k
 """
 
+import re
 from typing import NamedTuple
 
 import torch
@@ -41,6 +42,7 @@ except ImportError as error:  # a build of torch without GPUs
 
 from unsoftmax.kernels.polysketch.sketch import TILE, num_features
 
+OPS = re.sub(r"\W", "_", __name__)  # a copy in a checkpoint's folder registers its own
 SEGMENT = tl.constexpr(16)  # blocks whose states one program sums
 SIDE = tl.constexpr(TILE)
 PAIR = tl.constexpr(TILE * TILE)
@@ -586,7 +588,7 @@ def _sum_states(phi, x, den, delta, s: _Shape, tiles: Tiles) -> tuple[torch.Tens
     return S, z, totals, ztotals
 
 
-@torch.library.custom_op("unsoftmax::polysketch", mutates_args=())
+@torch.library.custom_op(f"{OPS}::forward", mutates_args=())
 def _forward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor, phi_k: torch.Tensor,
     offset: torch.Tensor | None, degree: int, block: int, normaliser: float,
@@ -610,7 +612,7 @@ def _(q, k, v, phi_q, phi_k, offset, degree, block, normaliser):
     return v.new_empty(B, T, HQ, E), _rows_of(q), state
 
 
-@torch.library.custom_op("unsoftmax::polysketch_backward", mutates_args=())
+@torch.library.custom_op(f"{OPS}::backward", mutates_args=())
 def _backward_op(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor,
     phi_k: torch.Tensor, offset: torch.Tensor | None, o: torch.Tensor, den: torch.Tensor,

@@ -7,6 +7,8 @@ What a layer does to x before (a factor, a mean taken off, one more coordinate) 
 into W and b, which are small. So x is read once, and neither factors nor an appended copy reach memory.
 """
 
+import re
+
 import torch
 
 try:
@@ -15,6 +17,7 @@ try:
 except ImportError as error:  # a build of torch without GPUs
     raise ImportError("the PolySketch kernels need triton") from error
 
+OPS = re.sub(r"\W", "_", __name__)  # a copy in a checkpoint's folder registers its own
 EXACT = tl.constexpr("tf32x3")
 
 
@@ -119,7 +122,7 @@ def _options(x: torch.Tensor, W: torch.Tensor, backward: bool = False) -> dict:
     }  # fmt: skip
 
 
-@torch.library.custom_op("unsoftmax::polysketch_sketch", mutates_args=())
+@torch.library.custom_op(f"{OPS}::forward", mutates_args=())
 def _sketch_op(x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
     B, T, N, _ = x.shape
     phi, options = torch.empty(B, T, N, W.shape[-1], dtype=x.dtype, device=x.device), _options(x, W)
@@ -132,7 +135,7 @@ def _(x, W, bias):
     return x.new_empty(*x.shape[:3], W.shape[-1])
 
 
-@torch.library.custom_op("unsoftmax::polysketch_sketch_backward", mutates_args=())
+@torch.library.custom_op(f"{OPS}::backward", mutates_args=())
 def _sketch_backward_op(
     x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor, dphi: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
