@@ -35,9 +35,7 @@ def polysketch_reference(
     Returns o [B, T, HQ, E] and History, or a list of one History a document with cu_seqlens.
     """
     log_gate = torch.zeros_like(k[..., 0]) if log_gate is None else log_gate
-    if far_scale is None or far_scale.dim() == 1:
-        zero = q.new_zeros(q.shape[2])
-        far_scale = (zero if far_scale is None else far_scale).expand(q.shape[:3])
+    far_scale = (q.new_zeros(q.shape[2]) if far_scale is None else far_scale).expand(q.shape[:3])
     rule = (degree, block, local, window or block, sinks, normaliser)
     if cu_seqlens is not None:
         cuts = cu_seqlens.tolist()
