@@ -179,41 +179,43 @@ def _pair_grads(A, dB, P, dU, g_ptr, row, end, step, m, m_ok, GR: tl.constexpr, 
 
 
 @triton.jit
-def _read(u, z, m_ok, MASS: tl.constexpr):
+def _mass(gamma):
+    """z and 1 / z of Gamma; both 0 for an empty slot."""
+    z = -_expm1(gamma)
+    live = z > 1e-37
+    return tl.where(live, z, 0.0), tl.where(live, 1.0 / tl.where(live, z, 1.0), 0.0)
+
+
+@triton.jit
+def _read(u, z, iz, m_ok, MASS: tl.constexpr):
     """Read weights of u [rows, M]: softmax, or e^{u/z} / sum of z e^{u/z} over slots with any mass."""
     if MASS:
-        live = (z > 1e-37) & m_ok[None, :]
-        z = tl.where(live, z, 1.0)
-        w = tl.where(live, u / z, -float("inf"))
-        top = tl.max(w + tl.log(z), 1)
-        top = tl.where(top == -float("inf"), 0.0, top)
-        e = tl.exp(w - top[:, None])
+        w = tl.where(iz > 0, u * iz, -float("inf"))
+        top = tl.max(w, 1)
+        e = tl.exp(w - tl.where(top == -float("inf"), 0.0, top)[:, None])
         total = tl.sum(z * e, 1)
-        p = e / tl.where(total > 0, total, 1.0)[:, None]
+        p = e * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
     else:
         w = tl.where(m_ok[None, :], u, -float("inf"))
         e = tl.exp(w - tl.max(w, 1)[:, None])
-        p = e / tl.sum(e, 1)[:, None]
+        p = e * (1.0 / tl.sum(e, 1))[:, None]
     return p
 
 
 @triton.jit
-def _read_grad(p, u, z, dp, MASS: tl.constexpr):
+def _read_grad(p, u, z, iz, dp, MASS: tl.constexpr):
     """du and dz of the read."""
     S = tl.sum(p * dp, 1)[:, None]
     if MASS:
-        live = z > 1e-37
-        z = tl.where(live, z, 1.0)
-        dw = p * (dp - z * S)
-        du = dw / z
-        dz = tl.where(live, -du * (u / z) - p * S, 0.0)
+        du = p * (dp - z * S) * iz
+        dz = -du * (u * iz) - p * S
     else:
         du = p * (dp - S)
         dz = tl.zeros_like(p)
     return du, dz
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H"])
 def _own_state(
     x_ptr, g_ptr, own_ptr, total_ptr, seg_start, seg_end, T, H, X, slots,
     SEG: tl.constexpr, XP: tl.constexpr, M: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
@@ -244,7 +246,7 @@ def _own_state(
     tl.store(total_ptr + base * slots + m, total, mask=m_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n", "H"])
 def _scan(
     buf_ptr, total_ptr, init_ptr, final_ptr, doc_first, n, H, X, slots,
     REVERSE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, HAS_INIT: tl.constexpr,
@@ -291,7 +293,7 @@ def _scan(
     tl.store(final_ptr + where, S, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H"])
 def _forward(
     q_ptr, k_ptr, v_ptr, g_ptr, o_ptr, k0_ptr, v0_ptr, gamma_ptr,
     seg_start, seg_end, scale, T, H, D, E, slots,
@@ -333,7 +335,8 @@ def _forward(
                     mask=(row < b)[:, None] & e_ok[None, :], other=0.0)  # fmt: skip
         s = -_expm1(g)
         A = tl.where(causal, _dot(q, kT, DT, PREC), 0.0)
-        z = -_expm1(kept[None, :] + tl.cumsum(g, 0))
+        z, iz = _mass(kept[None, :] + tl.cumsum(g, 0))
+        z, iz = _rows(z, GR, M), _rows(iz, GR, M)
         decay = _rows(tl.exp(tl.cumsum(g, 0)), GR, M)
         keep = tl.exp(tl.sum(g, 0))
         if EXACT:
@@ -349,7 +352,7 @@ def _forward(
             w = s * tl.exp(tl.minimum(total[None, :] - L, 0.0))
             inner = near * _dot(A, col, DT, PREC)
         U = scale * (decay * _dot(q, K, DT, PREC) + inner)
-        P = _read(U, _rows(z, GR, M), m_ok, MASS)
+        P = _read(U, z, iz, m_ok, MASS)
         if EXACT:
             Bm = _gather(P, g_ptr, at, b, step, m, m_ok, GR, M)
         else:
@@ -361,7 +364,7 @@ def _forward(
         kept += tl.sum(g, 0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["T", "H"])
 def _backward_reads(
     q_ptr, k_ptr, v_ptr, g_ptr, do_ptr, k0_ptr, v0_ptr, gamma_ptr, dk0_ptr, dv0_ptr, dgamma_ptr,
     seg_start, seg_end, scale, T, H, D, E, slots,
@@ -412,7 +415,8 @@ def _backward_reads(
         A = tl.where(causal, _dot(q, kT, DT, PREC), 0.0)
         dB = tl.where(causal, _dot(do, vT, DT, PREC), 0.0)
         gamma = start[None, :] + (passed[None, :] + tl.cumsum(g, 0))
-        z = _rows(-_expm1(gamma), GR, M)
+        z, iz = _mass(gamma)
+        z, iz = _rows(z, GR, M), _rows(iz, GR, M)
         decay = _rows(tl.exp(tl.cumsum(g, 0)), GR, M)
         keep = tl.exp(tl.sum(g, 0))
         if EXACT:
@@ -430,9 +434,9 @@ def _backward_reads(
             inner = near * _dot(A, col, DT, PREC)
             dinner = near * _dot(dB, col, DT, PREC)
         U = scale * (decay * _dot(q, K, DT, PREC) + inner)
-        P = _read(U, z, m_ok, MASS)
+        P = _read(U, z, iz, m_ok, MASS)
         dP = decay * _dot(do, V, DT, PREC) + dinner
-        dU, dz = _read_grad(P, U, z, dP, MASS)
+        dU, dz = _read_grad(P, U, z, iz, dP, MASS)
         reach = decay * tl.exp(passed)[None, :]
         qT = tl.trans(q)
         doT = tl.trans(do)
@@ -448,7 +452,7 @@ def _backward_reads(
     tl.store(dgamma_ptr + pid * slots + m, dgamma, mask=m_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["first", "T", "H"])
 def _backward(
     q_ptr, k_ptr, v_ptr, g_ptr, do_ptr, k0_ptr, v0_ptr, gamma_ptr, dk1_ptr, dv1_ptr, dgamma_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, sk_ptr, sv_ptr, sg_ptr, first,
@@ -534,7 +538,8 @@ def _backward(
         A = tl.where(causal, _dot(q, kT, DT, PREC), 0.0)
         dB = tl.where(causal, _dot(do, vT, DT, PREC), 0.0)
         gamma = kept0[None, :] + tl.cumsum(g, 0)
-        z = _rows(-_expm1(gamma), GR, M)
+        z, iz = _mass(gamma)
+        z, iz = _rows(z, GR, M), _rows(iz, GR, M)
         decay = _rows(tl.exp(tl.cumsum(g, 0)), GR, M)
         keep = tl.exp(tl.sum(g, 0))
         if EXACT:
@@ -558,8 +563,8 @@ def _backward(
         else:
             U = scale * (read_k + near * inner)
             dP = read_v + near * dinner
-        P = _read(U, z, m_ok, MASS)
-        dU, dz = _read_grad(P, U, z, dP, MASS)
+        P = _read(U, z, iz, m_ok, MASS)
+        dU, dz = _read_grad(P, U, z, iz, dP, MASS)
         dU = dU * scale
         paths = tl.cumsum(_tokens(P * read_v + dU * read_k, GR, M), 0, reverse=True)
         if EXACT:
@@ -634,8 +639,7 @@ class _Plan:
                 starts += begin
                 stops += [min(x + self.segment, b) for x in begin]
                 first.append(len(starts))
-            table = torch.tensor(starts + stops, dtype=torch.int64, device=q.device)
-            self.starts, self.stops = table.chunk(2)
+            self.starts, self.stops = (torch.tensor(x, device=q.device) for x in (starts, stops))
             self.first = torch.tensor(first, dtype=torch.int32, device=q.device)
             self.docs, self.segments, self.each = len(first) - 1, len(starts), 0
         else:
