@@ -4,7 +4,7 @@ A tile is a chunk of C tokens of one document and one key/value head. Its querie
 group, see M owners (who stands in each slot before the chunk) and the C tokens of the chunk:
 
     S_rj = scale q_r . k_j + L_ij        P = exp(S - lse)        O = P V
-    dV = P^T dO      dS = P (dO V^T - delta),  delta_r = dO_r . O_r      dQ = scale dS K      dK = scale dS^T Q
+    dV = P^T dO      dS = P (dO V^T - delta), delta_r = dO_r . O_r      dQ = scale dS K      dK = scale dS^T Q
     db_j = sum_r dS_rj
 
 L_ij, i = r // G: for an owner its bias while i < until (the first overwrite in the chunk); for a token j <= i
@@ -22,7 +22,7 @@ sum has one order.
 
     kernel      grid                      reads                     writes
     _lives      tiles                     write                     last, until, dies
-    _owners     rows H x slots            last                      owner, slot_bias, end_copy: running maximum
+    _owners     rows H x slots            last                      a running maximum: owner, slot_bias, end_copy
     _take       documents H               end_copy, k, v            final slots
     _read       tiles x rows of queries   q, k, v                   o, lse
     _dq         tiles x rows of queries   q, k, v, o, do, lse       dq, delta
@@ -32,6 +32,7 @@ sum has one order.
     _step       rows H                    q, k, v, slots            o, slots after one token
 """
 
+import itertools
 from typing import NamedTuple
 
 import torch
@@ -93,8 +94,9 @@ def _lives(
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
     BIAS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid [B H n]. last [B H, n, M]: number in the row (tile C W + ...) of the chunk's last write to each slot,
-    -1 if none; until [B H, n, M]; dies [B H, n, C, W]: C if its slot is its own to the chunk's end, 0 if none."""
+    """Grid [B H n]. last [B H, n, M]: number in the row (tile C W + ...) of the chunk's last write to a slot,
+    -1 if none; until [B H, n, M]; dies [B H, n, C, W]: C if it holds its slot at the chunk's end, 0 if none.
+    """
     pid = tl.program_id(0)
     bh, t = pid // n, pid % n
     b, h = bh // H, bh % H
@@ -133,8 +135,9 @@ def _owners(
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
     BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid [B H, slots / BM]. owner [B H, n, M]: token W + w of who stands in a slot before tile t, -1 if it is
-    the document's initial slot; slot_bias its bias; end_copy [N, H, M]: owner after the document's last tile."""
+    """Grid [B H, slots / BM]. owner [B H, n, M]: token W + w of who stands in a slot before tile t, -1 if it
+    is the document's initial slot; slot_bias its bias; end_copy [N, H, M]: owner after a document's last tile.
+    """
     bh = tl.program_id(0)
     b, h = bh // H, bh % H
     m = tl.program_id(1) * BM + tl.arange(0, BM)
@@ -244,7 +247,7 @@ def _copies(dies, bias, tile_row, token_row, ok, W: tl.constexpr, BIAS: tl.const
         b2 = tl.zeros(d1.shape, tl.float32)
         if BIAS:
             b2 = tl.load(bias + token_row * W + 1, mask=ok, other=0.0).to(tl.float32) * 1.4426950408889634
-        top = tl.maximum(b1, b2)
+        top = tl.maximum(tl.maximum(b1, b2), -1e30)  # both may be -inf
         both = top + tl.log2(tl.exp2(b1 - top) + tl.exp2(b2 - top))
         return tl.minimum(d1, d2), tl.maximum(d1, d2), both, tl.where(d1 >= d2, b1, b2)
 
@@ -297,7 +300,7 @@ def _read(
     BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     RB: tl.constexpr, NS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid [B H n RB]: BR of the tile's C G queries, against its own tokens, then its owners, BN keys a step."""
+    """Grid [B H n RB]: BR of the tile's C G queries against its own tokens, then its owners, BN keys a step."""
     pid = tl.program_id(0)
     rb, t, bh = pid % RB, (pid // RB) % n, pid // (RB * n)
     b, h = bh // H, bh % H
@@ -360,7 +363,8 @@ def _read(
 
 @triton.jit
 def _dq(
-    q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies, o, lse, do, dq, delta, scale, T, n, M,
+    q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies,
+    o, lse, do, dq, delta, scale, T, n, M,
     H: tl.constexpr, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     RB: tl.constexpr, NS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
@@ -678,7 +682,16 @@ class _Call(NamedTuple):
     @property
     def sizes(self) -> dict[str, int]:
         D, E = self.D, self.E
-        return dict(H=self.H, G=self.G, W=self.W, D=D, E=E, BD=_pow2(D), BE=_pow2(E), C=self.blocks.chunk)
+        return {
+            "H": self.H,
+            "G": self.G,
+            "W": self.W,
+            "D": D,
+            "E": E,
+            "BD": _pow2(D),
+            "BE": _pow2(E),
+            "C": self.blocks.chunk,
+        }
 
 
 def _call(q, k, v, write, table, num_docs: int, M: int, blocks: list[int]) -> _Call:
@@ -695,9 +708,9 @@ def _forward(q, k, v, write, bias, state_k, state_v, state_bias, table, num_docs
     dies = ints.new_empty((BH, c.n, s.chunk, c.W))
     slot_bias = q.new_empty((BH, c.n, M), dtype=torch.float32)
     end_copy = ints.new_full((c.N, c.H, M), -1)
-    flags = dict(BIAS=bias is not None, PACKED=table is not None)
-    some = dict(STATE=state_k is not None)
-    head = dict(H=c.H, W=c.W, C=s.chunk)
+    flags = {"BIAS": bias is not None, "PACKED": table is not None}
+    some = {"STATE": state_k is not None}
+    head = {"H": c.H, "W": c.W, "C": s.chunk}
     slots = min(64, _pow2(M))
     o, lse = q.new_empty((c.B, c.T, c.H * c.G, c.E)), q.new_empty((c.B, c.T, c.H * c.G), dtype=torch.float32)
     if c.n:
@@ -743,23 +756,27 @@ def _backward(
         d_state.copy_(0 if ends is None else ends)
         d_state_bias.copy_(0 if d_end_bias is None else d_end_bias)
     if c.n:
-        flags = dict(BIAS=biased, STATE=state, PACKED=table is not None)
+        flags = {"BIAS": bias is not None, "STATE": state, "PACKED": table is not None}
         RB = triton.cdiv(s.chunk * c.G, s.rows)
         reads = (q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies)
-        flags["BIAS"] = bias is not None
         _dq[(BH * c.n * RB,)](
             *reads, o, lse, do, dq, delta, scale, c.T, c.n, M,
             BR=s.rows, BN=s.keys, RB=RB, NS=triton.cdiv(M, s.keys), **c.sizes, **flags,
             num_warps=s.dq_warps, num_stages=s.dq_stages,
         )  # fmt: skip
         more = (lse, do, delta, write, part, part_bias, dk, dv, dbias, scale, c.T, c.n, M)
-        tiles = dict(BR=s.dkv_rows, BN=s.keys, num_warps=s.dkv_warps, num_stages=s.dkv_stages, **c.sizes)
+        tiles = {
+            "BR": s.dkv_rows,
+            "BN": s.keys,
+            "num_warps": s.dkv_warps,
+            "num_stages": s.dkv_stages,
+            **c.sizes,
+        }
         KB = triton.cdiv(M, s.keys)
-        slots_flags = flags | dict(BIAS=biased)
-        _dkv[(BH * c.n * KB,)](*reads, *more, KB=KB, OWN=False, **tiles, **slots_flags)
-        blocks_ = triton.cdiv(M * (c.D + c.E), ELEMENTS)
-        _after[(BH, blocks_ + (triton.cdiv(M, ELEMENTS) if biased else 0))](
-            part, part_bias, last, ends, d_end_bias, d_state, d_state_bias, table, c.T, c.n, M, blocks_,
+        _dkv[(BH * c.n * KB,)](*reads, *more, KB=KB, OWN=False, **tiles, **flags | {"BIAS": biased})
+        count = triton.cdiv(M * (c.D + c.E), ELEMENTS)
+        _after[(BH, count + (triton.cdiv(M, ELEMENTS) if biased else 0))](
+            part, part_bias, last, ends, d_end_bias, d_state, d_state_bias, table, c.T, c.n, M, count,
             H=c.H, SIZE=c.D + c.E, C=s.chunk, BX=ELEMENTS, BIAS=biased, END=ends is not None, STATE=state,
             PACKED=table is not None, STAGES=4,
         )  # fmt: skip
@@ -770,7 +787,7 @@ def _backward(
 
 _DEFINITION = "(Tensor q, Tensor k, Tensor v, Tensor write, Tensor? bias, Tensor? state_k, Tensor? state_v, "
 _SIZES = "int num_docs, int num_slots, float scale, int[] blocks) -> "
-_six, _eight = ", ".join(["Tensor"] * 6), ", ".join(["Tensor"] * 8)
+_four, _six, _eight = (", ".join(["Tensor"] * n) for n in (4, 6, 8))
 
 forward_op = torch.library.custom_op(
     "unsoftmax::onehot_forward",
@@ -898,7 +915,7 @@ def _needs_grad(*tensors: torch.Tensor | None) -> bool:
 def tile_table(cu_seqlens: torch.Tensor, C: int) -> torch.Tensor:
     """[tiles, 4] int32: the first token of each tile, its tokens, its document's first tile, its document."""
     rows, ends = [], cu_seqlens.tolist()
-    for doc, (a, b) in enumerate(zip(ends, ends[1:])):
+    for doc, (a, b) in enumerate(itertools.pairwise(ends)):
         first = len(rows)
         rows += [(at, min(C, b - at), first, doc) for at in range(a, b, C)]
     return torch.tensor(rows, dtype=torch.int32).view(-1, 4).to(cu_seqlens.device)
@@ -920,7 +937,7 @@ step_op = torch.library.custom_op(
     "unsoftmax::onehot_step",
     _one_step,
     mutates_args=(),
-    schema=f"{_DEFINITION}Tensor? state_bias, int num_slots, float scale) -> (Tensor, Tensor, Tensor, Tensor)",
+    schema=f"{_DEFINITION}Tensor? state_bias, int num_slots, float scale) -> ({_four})",
 )
 
 

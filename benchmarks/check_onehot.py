@@ -1,0 +1,407 @@
+"""One-hot slot attention's Triton kernels on a GPU: right in every dtype and shape, and how fast.
+
+    PYTHONPATH=src python benchmarks/check_onehot.py [--out DIR] [--quick] [--no-variants]
+
+First every case against the PyTorch form in float64, one line a failing one; then forward and backward over
+their block sizes, where the time goes, whole operations at Mistral-7B's shape beside torch's softmax (cuDNN,
+FlashAttention-2) in the same run, and a decode step under a CUDA graph. Several processes compile beforehand.
+The short table comes last; DIR/onehot.json has everything. Milliseconds are medians.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import triton
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from unsoftmax.kernels.gsa.onehot import slot_attention
+from unsoftmax.kernels.gsa.onehot_reference import SlotState
+from unsoftmax.kernels.gsa.triton_onehot import Blocks, blocks_for, slot_attention_triton
+
+CAPS = {torch.bfloat16: 1e-2, torch.float16: 3e-3, torch.float32: 1e-5}  # as tests/tolerance.py
+FLOORS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}
+LENGTHS = (*range(1, 18), 63, 64, 65, 127, 128, 129, 2000)
+HEADS = ((16, 16), (32, 20), (60, 64), (80, 96), (100, 128))
+GROUPS = ((1, 1), (3, 1), (9, 3), (8, 1), (16, 2))
+CASES = [  # B, T, HQ, H, D, E, M, W, bias, state, lengths of packed documents
+    *((2, T, 4, 2, 64, 64, 64, 2, True, False, None) for T in LENGTHS),
+    *((1, 200, 2, 2, D, E, 48, 2, True, False, None) for D, E in HEADS),
+    *((1, 200, 4, 1, D, D, 64, 2, True, True, None) for D in (128, 192, 256)),
+    *((1, 300, 4, 2, 64, 64, M, 1, False, False, None) for M in (1, 3, 16, 32, 60, 64, 100, 128, 256)),
+    *((1, 300, HQ, H, 32, 32, 64, 2, True, False, None) for HQ, H in GROUPS),
+    *((2, 300, 4, 2, 64, 64, 32, W, bias, True, None) for W in (1, 2) for bias in (False, True)),
+    (1, 500, 4, 2, 64, 64, 64, 2, True, False, (0, 1, 1, 63, 64, 65, 0, 306)),
+    (1, 500, 4, 2, 64, 64, 64, 2, True, True, (0, 1, 1, 63, 64, 65, 0, 306)),
+    (1, 500, 4, 2, 64, 64, 30, 1, False, False, (100, 1, 0, 399)),
+    (9000, 8, 8, 8, 16, 16, 16, 1, False, False, None),
+    (1, 8192, 4, 1, 128, 128, 64, 2, True, False, None),
+]  # fmt: skip
+MISTRAL = (32, 8, 128)
+LAYOUTS = [(16, 2048), (4, 8192), (1, 32768)]
+FORWARD = [  # chunk, rows, warps, stages
+    *((64, 128, 8, s) for s in (1, 2, 3)),
+    *((64, 64, 4, s) for s in (1, 2, 3)),
+    *((128, 128, 8, 2), (128, 64, 4, 2), (64, 256, 16, 1), (64, 32, 4, 2), (64, 128, 4, 2)),
+]
+DQ = [*((64, 128, 8, s) for s in (1, 2)), *((64, 64, 4, s) for s in (1, 2)), (64, 64, 8, 2), (64, 32, 4, 2)]
+DKV = [
+    *((64, 64, 8, s) for s in (1, 2, 3)),
+    *((64, 64, 4, 2), (64, 128, 8, 1), (64, 128, 8, 2), (64, 32, 4, 2), (64, 32, 8, 2)),
+]
+
+
+def writes(B, T, H, M, W, seed=0):
+    """Slots like the layer's: sinks, a ring, and with W = 2 a memory ring that takes a token in 8."""
+    generator = torch.Generator("cuda").manual_seed(seed)
+    t = torch.arange(T, device="cuda")
+    memory = (M - 4) // 2 if W == 2 and M > 8 else 0
+    sinks = min(4, M - 1)
+    ring = M - sinks - memory
+    first = torch.where(t < sinks, t, sinks + (t - sinks) % ring).view(1, T, 1).expand(B, T, H)
+    if W == 1:
+        return first.unsqueeze(-1)
+    chosen = torch.rand(B, T, H, device="cuda", generator=generator) < 0.125
+    second = sinks + ring + (chosen.cumsum(1) - 1) % memory if memory else torch.zeros_like(first)
+    return torch.stack((first, torch.where(chosen, second, -1)), -1)
+
+
+def inputs(B, T, HQ, H, D, E, M, W, dtype, seed=0):
+    generator = torch.Generator("cuda").manual_seed(seed)
+
+    def normal(*size):
+        return torch.randn(*size, device="cuda", generator=generator)
+
+    q, k, v = normal(B, T, HQ, D), normal(B, T, H, D), normal(B, T, H, E)
+    return [*(x.to(dtype) for x in (q, k, v)), writes(B, T, H, M, W, seed), normal(B, T, H, W)]
+
+
+def everything(op, tensors, bias, state, doys, **more) -> dict[str, torch.Tensor]:
+    q, k, v, write, b = tensors
+    leaves = {"q": q, "k": k, "v": v} | ({"bias": b} if bias else {})
+    if state is not None:
+        leaves |= {f"state {n}": x for n, x in state._asdict().items()}
+    leaves = {n: x.detach().clone().requires_grad_() for n, x in leaves.items()}
+    old = None if state is None else SlotState(*(leaves[f"state {n}"] for n in SlotState._fields))
+    o, end = op(leaves["q"], leaves["k"], leaves["v"], write, leaves.get("bias"), state=old, **more)
+    outs = [o, end.k, end.v] + ([end.bias.exp()] if bias or state is not None else [])
+    loss = sum((x.double() * d).sum() for x, d in zip(outs, doys))
+    grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+    found = {f"d{n}": torch.zeros_like(x) if g is None else g for (n, x), g in zip(leaves.items(), grads)}
+    return dict(zip(("o", "K", "V", "weight"), (x.detach() for x in outs))) | found
+
+
+def check(case, dtype) -> list[str]:
+    """What is wrong with one case, in words."""
+    B, T, HQ, H, D, E, M, W, bias, with_state, lengths = case
+    tensors = inputs(B, T, HQ, H, D, E, M, W, dtype)
+    torch.manual_seed(1)
+    if D == 64:  # any writes at all, not only a ring's
+        tensors[3] = torch.randint(-1, M, (B, T, H, W), device="cuda")
+    cu = None if lengths is None else torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    N, state = B if cu is None else len(lengths), None
+    if with_state:
+        sizes = ((D,), (E,), ())
+        state = SlotState(*(torch.randn(N, H, M, *s, device="cuda") for s in sizes))
+        state = SlotState(
+            state.k.to(dtype), state.v.to(dtype), state.bias.masked_fill(state.bias < -0.5, -torch.inf)
+        )
+    doys = [
+        torch.randn(*s, device="cuda").to(dtype).double()
+        for s in ((B, T, HQ, E), (N, H, M, D), (N, H, M, E), (N, H, M))
+    ]
+    more = {"num_slots": M, "cu_seqlens": cu}
+    wide = [x.double() if x.is_floating_point() else x for x in tensors]
+    wide_state = None if state is None else SlotState(*(x.double() for x in state))
+    exact = everything(slot_attention, wide, bias, wide_state, doys, backend="torch", **more)
+    plain = everything(slot_attention, tensors, bias, state, doys, backend="torch", **more)
+    ours, again = (
+        everything(slot_attention, tensors, bias, state, doys, backend="triton", **more) for _ in range(2)
+    )
+    wrong = []
+    for name, gold in exact.items():
+        mine, gold = ours[name], gold.nan_to_num(0.0)
+        if not torch.equal(mine.nan_to_num(7.0), again[name].nan_to_num(7.0)):
+            wrong.append(f"{name} differs from run to run")
+        if not mine.isfinite().all():
+            wrong.append(f"{name} has {(~mine.isfinite()).sum()} entries that are not finite")
+            continue
+        size = gold.norm()
+        if name in ("dq", "dk", "dbias", "dstate k", "dstate bias") and size < 1e-3 * exact["dv"].norm():
+            size = exact["dv"].norm()
+        if not size > 0:
+            if mine.any():
+                wrong.append(f"{name} is not 0")
+            continue
+        error, other = (
+            ((x.double().nan_to_num(0.0) - gold).norm() / size).item() for x in (mine, plain[name])
+        )
+        allowed = CAPS[dtype] if gold.numel() < 64 else min(CAPS[dtype], max(2 * other, FLOORS[dtype]))
+        if not error <= allowed:
+            wrong.append(f"{name} {error:.1e} > {allowed:.1e} (plain {other:.1e})")
+    return wrong
+
+
+def correctness() -> list[str]:
+    lines = []
+    for dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for case in CASES:
+            try:
+                wrong = check(case, dtype)
+            except Exception as error:  # one broken case must not hide the others
+                wrong = [f"{type(error).__name__}: {str(error)[:300]}"]
+            if wrong:
+                lines.append(f"WRONG {dtype} {case}: {'; '.join(wrong)}")
+                print(lines[-1], flush=True)
+    for part in (causality, pieces):
+        try:
+            found = part()
+        except Exception as error:
+            found = [f"WRONG {part.__name__}: {type(error).__name__}: {str(error)[:300]}"]
+        lines += found
+        for line in found:
+            print(line, flush=True)
+    print(f"correctness: {3 * len(CASES) + 2} cases, {len(lines)} wrong", flush=True)
+    return lines
+
+
+def causality() -> list[str]:
+    """A later token changes no earlier bit, output or gradient; nor does its absence."""
+    cut, (q, k, v, write, bias) = 3000, inputs(1, 5000, 8, 2, 128, 128, 64, 2, torch.bfloat16)
+    do, found = torch.randn(1, cut, 8, 128, device="cuda", dtype=torch.bfloat16), []
+    for factor, T in ((1.0, 5000), (-3.0, 5000), (1.0, cut)):
+        leaves = [torch.cat((x[:, :cut], x[:, cut:T] * factor), 1).requires_grad_() for x in (q, k, v, bias)]
+        o = slot_attention(*leaves[:3], write[:, :T], leaves[3], num_slots=64)[0][:, :cut]
+        found.append([o.detach(), *(g[:, :cut] for g in torch.autograd.grad(o, leaves, do))])
+    same = [all(torch.equal(a, b) for a, b in zip(found[0], other)) for other in found[1:]]
+    return [] if all(same) else [f"WRONG a later token, or its absence, changes an earlier bit: {same}"]
+
+
+def pieces() -> list[str]:
+    """A prompt and single steps equal the whole; a given state stays as it was; CUDA graphs capture."""
+    tensors = inputs(3, 200, 8, 2, 128, 128, 64, 2, torch.bfloat16)
+    whole, end = slot_attention(*tensors, num_slots=64)
+    at, out, state, lines = 0, [], None, []
+    for n in (150, *[1] * 50):
+        kept = None if state is None else [x.clone() for x in state]
+        o, new = slot_attention(*(x[:, at : at + n] for x in tensors), num_slots=64, state=state)
+        if kept is not None and not all(torch.equal(a, b) for a, b in zip(kept, state)):
+            lines.append("WRONG a state given in was changed")
+        at, state = at + n, new
+        out.append(o)
+    error = ((torch.cat(out, 1) - whole).float().norm() / whole.float().norm()).item()
+    if not error < 5e-3:
+        lines.append(f"WRONG pieces differ from the whole by {error:.1e}")
+    if not all(torch.equal(a, b) for a, b in zip(state, end)):
+        lines.append("WRONG the slots after single steps are not those of the whole")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured, _ = slot_attention(*tensors, num_slots=64)
+    graph.replay()
+    if not torch.equal(captured, whole):
+        lines.append("WRONG a replayed CUDA graph gives another answer")
+    return lines
+
+
+def bench(run, rep=60) -> float:
+    return triton.testing.do_bench(run, warmup=20, rep=rep, return_mode="median")
+
+
+def step_of(B, T, HQ, H, D, M, blocks=None, dtype=torch.bfloat16):
+    """Forward, and forward + backward, at one shape, as functions."""
+    q, k, v, write, bias = inputs(B, T, HQ, H, D, D, M, 2, dtype)
+    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
+    do = torch.randn_like(q)
+
+    def forward():
+        return slot_attention_triton(q, k, v, write, bias, M, D**-0.5, None, None, blocks)[0]
+
+    def step():
+        return torch.autograd.grad(forward(), leaves, do)
+
+    return forward, step
+
+
+def as_blocks(kind: str, cut: tuple[int, ...], best: Blocks) -> Blocks:
+    chunk, rows, warps, stages = cut
+    if kind == "forward":
+        return best._replace(chunk=chunk, rows=rows, read_warps=warps, read_stages=stages)
+    if kind == "dq":
+        return best._replace(rows=rows, dq_warps=warps, dq_stages=stages)
+    return best._replace(dkv_rows=rows, dkv_warps=warps, dkv_stages=stages)
+
+
+def variants(result: dict) -> None:
+    shipped = blocks_for(128, 128, 4, torch.bfloat16)
+    for kind, cuts in (("forward", FORWARD), ("dq", DQ), ("dkv", DKV)):
+        times = {}
+        for cut in cuts:
+            forward, step = step_of(1, 32768, *MISTRAL, 64, as_blocks(kind, cut, shipped))
+            try:
+                if kind == "forward":
+                    with torch.no_grad():
+                        times[str(cut)] = bench(forward)
+                else:
+                    times[str(cut)] = bench(step)
+            except Exception as error:
+                print(f"{kind} {cut}: {type(error).__name__} {str(error)[:200]}", flush=True)
+        for name, blocks in (
+            ("narrow parts", shipped._replace(wide_parts=0)),
+            ("chunk 128", shipped._replace(chunk=128)),
+        ):
+            if kind == "dkv":
+                times[name] = bench(step_of(1, 32768, *MISTRAL, 64, blocks)[1])
+        print(f"{kind}: " + "  ".join(f"{c} {t:.3f}" for c, t in times.items()), flush=True)
+        result[f"variants {kind}"] = times
+
+
+def profile(result: dict) -> None:
+    """Where one step at 1 x 32k spends its time."""
+    _, step = step_of(1, 32768, *MISTRAL, 64)
+    for _ in range(3):
+        step()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        for _ in range(5):
+            step()
+        torch.cuda.synchronize()
+    rows = {e.key[:60]: (e.self_device_time_total / 5e3, e.count // 5) for e in seen.key_averages()}
+    result["kernels"] = rows
+    for name, (ms, count) in sorted(rows.items(), key=lambda x: -x[1][0])[:12]:
+        print(f"  {name:60s} {ms:7.3f} ms  x{count}", flush=True)
+
+
+def row(result: dict, name: str, forward, step) -> None:
+    try:
+        with torch.no_grad():
+            fast = bench(forward)
+        step()
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        step()
+        torch.cuda.synchronize()
+        peak, both = (torch.cuda.max_memory_allocated() - before) / 2**20, bench(step, 120)
+    except Exception as error:
+        print(f"{name}: {type(error).__name__} {str(error)[:300]}", flush=True)
+        return
+    result[name] = {"forward": fast, "forward + backward": both, "peak MiB": peak}
+    print(f"{name:36s} {fast:8.3f} {both:8.3f} {peak:8.0f} MiB", flush=True)
+
+
+def operations(result: dict, quick: bool) -> None:
+    for B, T in LAYOUTS:
+        row(result, f"slots 64, {B}x{T}", *step_of(B, T, *MISTRAL, 64))
+    for M in (128, 256):
+        row(result, f"slots {M}, 1x32768", *step_of(1, 32768, *MISTRAL, M))
+    row(result, "slots 64, 1x131072", *step_of(1, 131072, *MISTRAL, 64))
+    row(result, "SmolLM2 (9/3 heads, D 64), 1x2048", *step_of(1, 2048, 9, 3, 64, 64))
+    row(result, "SmolLM2 (9/3 heads, D 64), 16x2048", *step_of(16, 2048, 9, 3, 64, 64))
+    for B, T in LAYOUTS[-1:] if quick else LAYOUTS:
+        q, k, v, _, _ = inputs(B, T, *MISTRAL[:2], 128, 128, 64, 2, torch.bfloat16)
+        leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
+        do = torch.randn_like(leaves[0])
+        for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FA2", SDPBackend.FLASH_ATTENTION)):
+
+            def softmax(leaves=leaves, backend=backend):
+                with sdpa_kernel(backend):
+                    return functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+
+            def step(softmax=softmax, leaves=leaves, do=do):
+                return torch.autograd.grad(softmax(), leaves, do)
+
+            row(result, f"softmax {name} {B}x{T}", softmax, step)
+
+
+@torch.no_grad()
+def decoding(result: dict) -> None:
+    """One step under a CUDA graph, in microseconds."""
+    for B in (1, 8, 64):
+        tensors = inputs(B, 1, *MISTRAL[:2], 128, 128, 64, 2, torch.bfloat16)
+        _, state = slot_attention(
+            *inputs(B, 128, *MISTRAL[:2], 128, 128, 64, 2, torch.bfloat16), num_slots=64
+        )
+        slot_attention(*tensors, num_slots=64, state=state)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(20):
+                _, state = slot_attention(*tensors, num_slots=64, state=state)
+        result[f"decode B {B}, us"] = 1e3 * bench(graph.replay) / 20
+        print(f"decode B {B}: {result[f'decode B {B}, us']:.1f} us", flush=True)
+
+
+def jobs() -> list[tuple]:
+    found = [("case", case, dtype) for case in CASES if case[0] < 100 for dtype in CAPS]
+    kinds = (("forward", FORWARD), ("dq", DQ), ("dkv", DKV))
+    found += [("tiles", kind, cut) for kind, cuts in kinds for cut in cuts]
+    found += [("whole", shape, M) for shape in (MISTRAL, (9, 3, 64)) for M in (64, 128, 256)]
+    return found
+
+
+def warm(part: int, parts: int) -> None:
+    """Compiles this process's share of everything, by running it small."""
+    shipped = blocks_for(128, 128, 4, torch.bfloat16)
+    for kind, a, b in jobs()[part::parts]:
+        try:
+            if kind == "case":
+                check(a, b)
+            elif kind == "tiles":
+                step_of(1, 1024, *MISTRAL, 64, as_blocks(a, b, shipped))[1]()
+            else:
+                step_of(1, 1024, *a, b)[1]()
+                step_of(
+                    1,
+                    1024,
+                    *a,
+                    b,
+                    blocks_for(a[2], a[2], a[0] // a[1], torch.bfloat16)._replace(wide_parts=0),
+                )[1]()
+        except Exception:
+            continue  # the main process meets it again and says so
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--quick", action="store_true", help="softmax at 1 x 32k only")
+    parser.add_argument("--no-variants", action="store_true", help="only the shipped block sizes")
+    parser.add_argument("--processes", type=int, default=14)
+    parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.warm is not None:
+        return warm(arguments.warm, arguments.processes)
+    start = time.perf_counter()
+    command = [sys.executable, __file__, "--processes", str(arguments.processes), "--warm"]
+    workers = [subprocess.Popen([*command, str(i)]) for i in range(arguments.processes)]
+    for worker in workers:
+        worker.wait()
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
+    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
+    result: dict = {"wrong": correctness()}
+    print(f"checked after {time.perf_counter() - start:.0f} s", flush=True)
+    if not arguments.no_variants:
+        variants(result)
+    parts = (profile, decoding, lambda found: operations(found, arguments.quick))
+    for part in parts:
+        try:
+            part(result)
+        except Exception as error:
+            print(f"{type(error).__name__}: {str(error)[:300]}", flush=True)
+    print(f"total {time.perf_counter() - start:.0f} s")
+    if arguments.out:
+        arguments.out.mkdir(parents=True, exist_ok=True)
+        (arguments.out / "onehot.json").write_text(json.dumps(result, indent=1))
+
+
+if __name__ == "__main__":
+    main()
