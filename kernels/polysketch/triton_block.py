@@ -15,8 +15,10 @@ pair of slices a <= b (sketch.features has the same order; the weight 2 of a < b
 registers as an outer product and meet a [64, E] slice of the state on the tensor cores.
 
 The ones column stays apart in float32: its sums z [F] are U, an r x r matrix, and a row's far mass is
-phi_q . U phi_q, so that no rounded feature takes part in a denominator. 1 / den scales weights and features
-in float32, and do is read as it comes.
+phi_q . U phi_q, so that no rounded feature takes part in a denominator. Far values count from a center, the
+mean of the first block: where all values are alike, no rounding of features shows. Exact weights are rounded
+to v's dtype before they are added up, so that they average. 1 / den scales weights and features in float32,
+and do is read as it comes.
 
 States are summed in segments of SEGMENT blocks, in parallel, and what came before a segment is added after.
 The segments start with the document, so that how sums are rounded never depends on later tokens. There are no
@@ -224,7 +226,7 @@ def _join(S, totals, n, segments, H, SIZE, REVERSE: tl.constexpr, BS: tl.constex
 
 @triton.jit(do_not_specialize=["T", "n", "normaliser"])
 def _forward(
-    q, k, v, phi_q, offset, S, z, o, den, T, n, normaliser,
+    q, k, v, phi_q, offset, S, z, center, o, den, T, n, normaliser,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     DEGREE: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, STACK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
@@ -232,8 +234,8 @@ def _forward(
     """o [B, T, HQ, E] and den [B, T, HQ], which is 0 where no key has weight.
 
     Grid     (tiles of BM / STACK tokens, HQ / STACK, B): a tile is STACK query heads of one group.
-    Reads    q, k, v, phi_q, offset [HQ] or None, S, z. The block's keys up to the diagonal, BN at a time;
-             then its whole state, PAIR features at a time.
+    Reads    q, k, v, phi_q, offset [HQ] or None, S, z, center [B, H, E]. The block's keys up to the
+             diagonal, BN at a time; then its whole state, PAIR features at a time.
     """
     F: tl.constexpr = PAIRS * PAIR
     TOKENS: tl.constexpr = BM // STACK
@@ -261,9 +263,10 @@ def _forward(
         y = tl.load(k + key[:, None] * D + d[None, :], mask=(j < T)[:, None] & (d < D)[None, :], other=0.0)
         s = tl.dot(x, tl.trans(y), input_precision=EXACT) + shift[:, None]
         w = tl.where(j[None, :] <= token[:, None], _odd_power(s, DEGREE) * s, 0.0)
-        mass += tl.sum(w, 1)
         u = tl.load(v + key[:, None] * E + e[None, :], mask=(j < T)[:, None] & (e < E)[None, :], other=0.0)
-        acc = tl.dot(w.to(u.dtype), u, acc, input_precision=EXACT)
+        w = w.to(u.dtype)
+        mass += tl.sum(w.to(tl.float32), 1)
+        acc = tl.dot(w, u, acc, input_precision=EXACT)
     if block > 0:
         slot = (batch * n + block) * H + h
         r = tl.arange(0, BR)
@@ -279,6 +282,8 @@ def _forward(
                 S + (slot * F + p * PAIR + f[:, None]) * E + e[None, :], mask=(e < E)[None, :], other=0.0
             )
             acc = tl.dot(features.to(state.dtype), state, acc, input_precision=EXACT)
+        middle = tl.load(center + (batch * H + h) * E + e, mask=e < E, other=0.0)
+        acc += far[:, None] * middle.to(tl.float32)[None, :]
     mass += normaliser
     acc = acc * tl.where(mass > 0, 1 / mass, 0.0)[:, None]
     tl.store(
@@ -289,12 +294,12 @@ def _forward(
 
 @triton.jit(do_not_specialize=["T", "n"])
 def _queries(
-    q, k, v, phi_q, offset, S, z, o, den, do, dq, dphi_q, doffset, delta, T, n,
+    q, k, v, phi_q, offset, S, z, center, o, den, do, dq, dphi_q, doffset, delta, far_delta, T, n,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     DEGREE: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, STACK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """dq, dphi_q, delta = do . o [B, T, HQ], and doffset's addends [B, T, HQ] when there is an offset.
+    """dq, dphi_q, doffset's addends [B, T, HQ] when there is an offset, delta = do . o and do . (o - center).
 
     Grid and tiles as _forward. Each pair's [BM, PAIR] gradient of features is brought down to its two slices
     of phi at once.
@@ -317,7 +322,10 @@ def _queries(
     g = tl.load(do + row[:, None] * E + e[None, :], mask=inside, other=0.0)
     out = tl.load(o + row[:, None] * E + e[None, :], mask=inside, other=0.0)
     dot = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
+    middle = tl.load(center + (batch * H + h) * E + e, mask=e < E, other=0.0)
+    far_dot = dot - tl.sum(g.to(tl.float32) * middle.to(tl.float32)[None, :], 1)
     tl.store(delta + row, dot, mask=real)
+    tl.store(far_delta + row, far_dot, mask=real)
     mass = tl.load(den + row, mask=real, other=0.0)
     inverse = tl.where(mass > 0, 1 / mass, 0.0)
     shift = tl.zeros((BM,), tl.float32)
@@ -360,7 +368,7 @@ def _queries(
                 S + (slot * F + p * PAIR + f[:, None]) * E + e[None, :], mask=(e < E)[None, :], other=0.0
             )
             ones = tl.load(z + slot * F + p * PAIR + f)
-            df = tl.dot(g, tl.trans(state), input_precision=EXACT) - dot[:, None] * ones[None, :]
+            df = tl.dot(g, tl.trans(state), input_precision=EXACT) - far_dot[:, None] * ones[None, :]
             df = tl.reshape(df * inverse[:, None], (BM, SIDE, SIDE))
             right = _slice(phi_q, row, live, b, R)
             left = _slice(phi_q, row, live, a, R)
@@ -378,12 +386,12 @@ def _queries(
 
 @triton.jit(do_not_specialize=["T", "n"])
 def _keys(
-    q, k, v, phi_k, offset, S, z, den, delta, do, dk, dv, dphi_k, T, n,
+    q, k, v, far_v, phi_k, offset, S, z, den, delta, do, dk, dv, dphi_k, T, n,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
     DEGREE: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, STACK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv, dphi_k. S and z are R and its ones column.
+    """dk, dv, dphi_k. S and z are R and its ones column, far_v is v less its center.
 
     Grid (tiles of BN keys, H, B). First the far part, then the block's queries from the tile on, BM / STACK
     tokens of STACK heads at a time.
@@ -400,12 +408,12 @@ def _keys(
     key = (batch * T + j) * H + h
     d = tl.arange(0, BD)
     e = tl.arange(0, BE)
-    u = tl.load(v + key[:, None] * E + e[None, :], mask=real[:, None] & (e < E)[None, :], other=0.0)
     gv = tl.zeros((BN, BE), tl.float32)
     ROUND: tl.constexpr = BR // SIDE
     which = tl.arange(0, ROUND)
     grad = tl.zeros((BN, ROUND, SIDE), tl.float32)
     if (block + 1) * C < T:
+        u = tl.load(far_v + key[:, None] * E + e[None, :], mask=real[:, None] & (e < E)[None, :], other=0.0)
         slot = (batch * n + block) * H + h
         f = tl.arange(0, PAIR)
         for p in range(PAIRS):
@@ -430,6 +438,7 @@ def _keys(
         mask=real[:, None, None] & (c < R)[None, :, :],
     )
     y = tl.load(k + key[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
+    u = tl.load(v + key[:, None] * E + e[None, :], mask=real[:, None] & (e < E)[None, :], other=0.0)
     gk = tl.zeros((BN, BD), tl.float32)
     m = tl.arange(0, BM)
     start = j0 // TOKENS * TOKENS
@@ -492,8 +501,8 @@ def plan(dtype: torch.dtype, widest: int) -> Plan:
             Tiles(0, 32, 4, 2),
             Tiles(0, 32, 4, 2),
         )
-    return Plan(
-        Tiles(128, 64, 8, 2), Tiles(64, 64, 4, 2), Tiles(64, 64, 8, 2), Tiles(0, 64, 4, 3), Tiles(0, 64, 4, 3)
+    return Plan(  # the fastest on an H200
+        Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 2), Tiles(0, 32, 4, 4), Tiles(0, 32, 4, 4)
     )
 
 
@@ -588,20 +597,28 @@ def _sum_states(phi, x, den, delta, s: _Shape, tiles: Tiles) -> tuple[torch.Tens
     return S, z, totals, ztotals
 
 
+def _centered(v: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of v over the first block [B, H, E], which all who look further have seen, and v less it."""
+    center = v[:, :block].float().mean(1).to(v.dtype)
+    return center, v - center.unsqueeze(1)
+
+
 @torch.library.custom_op(f"{OPS}::forward", mutates_args=())
 def _forward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor, phi_k: torch.Tensor,
     offset: torch.Tensor | None, degree: int, block: int, normaliser: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     s, cut = _shape(q, k, v, phi_q, block), plan(q.dtype, max(q.shape[-1], v.shape[-1]))
-    S, z, totals, ztotals = _sum_states(phi_k, v, None, None, s, cut.states)
+    center, far_v = _centered(v, block)
+    S, z, totals, ztotals = _sum_states(phi_k, far_v, None, None, s, cut.states)
     o, den = torch.empty(s.B, s.T, s.HQ, s.E, dtype=v.dtype, device=v.device), _rows_of(q)
     options = s.query_tiles(cut.forward, degree)
     tokens, stack = options["BM"] // options["STACK"], options["STACK"]
     _forward[(triton.cdiv(s.T, tokens), s.HQ // stack, s.B)](
-        q, k, v, phi_q, offset, S, z, o, den, s.T, s.blocks, normaliser, **options
+        q, k, v, phi_q, offset, S, z, center, o, den, s.T, s.blocks, normaliser, **options
     )
-    return o, den, torch.cat((totals.sum(1), ztotals.sum(1).unsqueeze(-1)), -1)
+    mass = ztotals.sum(1).unsqueeze(-1)
+    return o, den, torch.cat((totals.sum(1) + mass * center.unsqueeze(2), mass), -1)
 
 
 @_forward_op.register_fake
@@ -619,20 +636,23 @@ def _backward_op(
     degree: int, block: int,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     s, cut = _shape(q, k, v, phi_q, block), plan(q.dtype, max(q.shape[-1], v.shape[-1]))
-    S, z, _, _ = _sum_states(phi_k, v, None, None, s, cut.states)
-    dq, dphi_q, delta = torch.empty_like(q), torch.empty_like(phi_q), torch.empty_like(den)
+    center, far_v = _centered(v, block)
+    S, z, _, _ = _sum_states(phi_k, far_v, None, None, s, cut.states)
+    dq, dphi_q = torch.empty_like(q), torch.empty_like(phi_q)
+    delta, far_delta = torch.empty_like(den), torch.empty_like(den)
     doffset = torch.empty_like(den) if offset is not None else None
     options = s.query_tiles(cut.queries, degree)
     tokens, stack = options["BM"] // options["STACK"], options["STACK"]
     _queries[(triton.cdiv(s.T, tokens), s.HQ // stack, s.B)](
-        q, k, v, phi_q, offset, S, z, o, den, do, dq, dphi_q, doffset, delta, s.T, s.blocks, **options
-    )
+        q, k, v, phi_q, offset, S, z, center, o, den, do, dq, dphi_q, doffset, delta, far_delta,
+        s.T, s.blocks, **options,
+    )  # fmt: skip
     del S, z
-    S, z, _, _ = _sum_states(phi_q, do, den, delta, s, cut.gradients)
+    S, z, _, _ = _sum_states(phi_q, do, den, far_delta, s, cut.gradients)
     dk, dv, dphi_k = torch.empty_like(k), torch.empty_like(v), torch.empty_like(phi_k)
     options = s.query_tiles(cut.keys, degree)
     _keys[(triton.cdiv(s.T, options["BN"]), s.H, s.B)](
-        q, k, v, phi_k, offset, S, z, den, delta, do, dk, dv, dphi_k, s.T, s.blocks, **options
+        q, k, v, far_v, phi_k, offset, S, z, den, delta, do, dk, dv, dphi_k, s.T, s.blocks, **options
     )
     return dq, dk, dv, dphi_q, dphi_k, q.new_zeros(0) if doffset is None else doffset.sum((0, 1))
 
