@@ -22,7 +22,7 @@ sum has one order.
 
     kernel      grid                      reads                     writes
     _lives      tiles                     write                     last, until, dies
-    _owners     rows H x slots            last                      a running maximum: owner, slot_bias, end_copy
+    _owners     rows H x slots            last                      running maxima: owner, slot_bias, end_copy
     _take       documents H               end_copy, k, v            final slots
     _read       tiles x rows of queries   q, k, v                   o, lse
     _dq         tiles x rows of queries   q, k, v, o, do, lse       dq, delta
@@ -136,7 +136,7 @@ def _owners(
     BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid [B H, slots / BM]. owner [B H, n, M]: token W + w of who stands in a slot before tile t, -1 if it
-    is the document's initial slot; slot_bias its bias; end_copy [N, H, M]: owner after a document's last tile.
+    is the document's initial slot; slot_bias its bias; end_copy [N, H, M]: owner after a document's end.
     """
     bh = tl.program_id(0)
     b, h = bh // H, bh % H
@@ -300,7 +300,7 @@ def _read(
     BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     RB: tl.constexpr, NS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid [B H n RB]: BR of the tile's C G queries against its own tokens, then its owners, BN keys a step."""
+    """Grid [B H n RB]: BR of the tile's C G queries against its tokens, then its owners, BN keys a step."""
     pid = tl.program_id(0)
     rb, t, bh = pid % RB, (pid // RB) % n, pid // (RB * n)
     b, h = bh // H, bh % H
