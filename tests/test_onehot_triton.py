@@ -7,7 +7,7 @@ from test_onehot import everything, in_dtype, inputs, slots
 from tolerance import assert_all_as_good_as
 from unsoftmax.kernels.gsa.onehot import slot_attention
 from unsoftmax.kernels.gsa.onehot_reference import slot_attention_reference
-from unsoftmax.kernels.gsa.triton_onehot import blocks_for, slot_attention_triton, tile_table
+from unsoftmax.kernels.gsa.triton_onehot import blocks_for, forward_op, slot_attention_triton, tile_table
 
 SHAPES = {  # B, T, HQ, H, D, E, M, W
     "grouped heads": (2, 70, 4, 2, 16, 16, 16, 2),
@@ -107,7 +107,7 @@ def test_tiles_begin_with_each_document():
 
 def test_a_graph_of_the_operator_has_no_break(device):
     torch.library.opcheck(
-        torch.ops.unsoftmax.onehot_forward.default,
+        forward_op,
         graph_arguments(device),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )

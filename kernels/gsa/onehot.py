@@ -11,6 +11,7 @@ e^bias over the copies of token j that are alive at i, and -inf otherwise. The o
 over the chunks of each slot's last write; keys and values are read where they lie: no slot is ever stored.
 """
 
+import functools
 import importlib.util
 from typing import Any, NamedTuple
 
@@ -62,20 +63,25 @@ def slot_attention(
     if backend not in (None, "torch", "triton"):
         raise ValueError(f"slot_attention: backend is {backend!r}; it must be None, 'torch' or 'triton'")
     factor = q.shape[-1] ** -0.5 if scale is None else scale
-    with torch.autocast(q.device.type, enabled=False):
-        if backend == "triton" or (backend is None and _suits_triton(q, v)):
-            from unsoftmax.kernels.gsa.triton_onehot import slot_attention_triton
+    if backend == "triton" or (backend is None and _suits_triton(q, k, v)):
+        from unsoftmax.kernels.gsa.triton_onehot import slot_attention_triton
 
-            return slot_attention_triton(q, k, v, write, bias, num_slots, factor, state, cu_seqlens)
+        return slot_attention_triton(q, k, v, write, bias, num_slots, factor, state, cu_seqlens)
+    with torch.autocast(q.device.type, enabled=False):
         if q.shape[1] == 1 and cu_seqlens is None:
             return _step(q, k, v, write, bias, num_slots, factor, state)
         return _chunks(q, k, v, write, bias, num_slots, factor, state, cu_seqlens)
 
 
-def _suits_triton(q: torch.Tensor, v: torch.Tensor) -> bool:
-    if not q.is_cuda or importlib.util.find_spec("triton") is None:
+def _suits_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
+    if not q.is_cuda or max(q.shape[-1], v.shape[-1]) > 256 or not _has_triton():
         return False
-    return q.dtype in (torch.float32, torch.float16, torch.bfloat16) and max(q.shape[-1], v.shape[-1]) <= 256
+    return all(x.dtype in (torch.float32, torch.float16, torch.bfloat16) for x in (q, k, v))
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
 
 
 class _Plan(NamedTuple):

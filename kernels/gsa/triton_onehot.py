@@ -33,15 +33,20 @@ sum has one order.
 """
 
 import itertools
+import re
 from typing import NamedTuple
 
 import torch
-import triton
-import triton.language as tl
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError as error:  # a build of torch without GPUs
+    raise ImportError("slot_attention: backend 'triton' needs triton; use 'torch'") from error
 
 from unsoftmax.kernels.gsa.onehot_reference import SlotState
 
-LOG2E = 1.4426950408889634
+OPS = re.sub(r"\W", "_", __name__)  # a copy in a checkpoint's folder registers its own
 SCAN = 32  # tiles of one step of the running maximum
 ELEMENTS = 512  # of the buffer, in each program of the reverse pass
 
@@ -573,7 +578,7 @@ def _walk_back(
         at = (row + t) * M * SIZE + x
         own = tl.load(part + at, mask=ok, other=0.0).to(tl.float32)
         kept = tl.load(last + (row + t) * M + slot, mask=ok, other=0) < 0
-        tl.store(part + at, acc.to(part.dtype.element_ty), mask=ok)
+        tl.store(part + at, acc.to(part.dtype.element_ty), mask=ok & (kept == 0))  # nobody reads the others
         acc = own + tl.where(kept, acc, 0.0)
         if STATE:
             tl.store(d_state + side, acc.to(d_state.dtype.element_ty), mask=ok & (x * 0 + t == first))
@@ -790,13 +795,13 @@ _SIZES = "int num_docs, int num_slots, float scale, int[] blocks) -> "
 _four, _six, _eight = (", ".join(["Tensor"] * n) for n in (4, 6, 8))
 
 forward_op = torch.library.custom_op(
-    "unsoftmax::onehot_forward",
+    f"{OPS}::forward",
     _forward,
     mutates_args=(),
     schema=f"{_DEFINITION}Tensor? state_bias, Tensor? table, {_SIZES}({_eight})",
 )
 backward_op = torch.library.custom_op(
-    "unsoftmax::onehot_backward",
+    f"{OPS}::backward",
     _backward,
     mutates_args=(),
     schema=f"{_DEFINITION}Tensor? table, Tensor o, Tensor lse, Tensor ints, Tensor slot_bias, Tensor dies, "
@@ -880,11 +885,19 @@ def slot_attention_triton(
     cu_seqlens: torch.Tensor | None,
     blocks: Blocks | None = None,
 ) -> tuple[torch.Tensor, SlotState]:
-    """slot_attention of onehot.py, for float32, float16 and bfloat16 and head sizes up to MAX_HEAD."""
-    D, E, G = q.shape[-1], v.shape[-1], q.shape[2] // k.shape[2]
-    dtype = q.dtype
-    k, v = k.to(dtype), v.to(dtype)
-    q, k, v, write = (x.contiguous() for x in (q, k, v, write))
+    """slot_attention of onehot.py, for float32, float16 and bfloat16 and head sizes up to 256.
+
+    Autocast casts q, k and v to its dtype; else they go to the widest of theirs.
+    """
+    D, E, G, out = q.shape[-1], v.shape[-1], q.shape[2] // k.shape[2], (k.dtype, v.dtype)
+    if torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+    else:
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    if q.device.type == "cpu" and dtype == torch.bfloat16:
+        dtype = torch.float32  # Triton's interpreter has no bfloat16
+    q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
+    write = write.contiguous()
     if bias is not None:
         bias = bias.float().contiguous()
     held = (None,) * 3
@@ -897,15 +910,16 @@ def slot_attention_triton(
     sizes = blocks or blocks_for(D, E, G, dtype)
     if q.shape[1] == 1 and cu_seqlens is None and not _needs_grad(q, k, v, bias, *held):
         o, *end = step_op(q, k, v, write, bias, *held, num_slots, scale)
-        return o, SlotState(*end)
+        return _in_dtypes(o, end, out)
     table, N = None, len(q)
     if cu_seqlens is not None:
         table, N = tile_table(cu_seqlens, sizes.chunk), len(cu_seqlens) - 1
     o, _, *end = forward_op(q, k, v, write, bias, *held, table, N, num_slots, scale, list(sizes))[:5]
-    return o, SlotState(*end)
+    return _in_dtypes(o, end, out)
 
 
-MAX_HEAD = 256
+def _in_dtypes(o, end, out: tuple[torch.dtype, torch.dtype]) -> tuple[torch.Tensor, SlotState]:
+    return o.to(out[1]), SlotState(end[0].to(out[0]), end[1].to(out[1]), end[2])
 
 
 def _needs_grad(*tensors: torch.Tensor | None) -> bool:
@@ -934,7 +948,7 @@ def _one_step(q, k, v, write, bias, state_k, state_v, state_bias, M, scale):
 
 
 step_op = torch.library.custom_op(
-    "unsoftmax::onehot_step",
+    f"{OPS}::step",
     _one_step,
     mutates_args=(),
     schema=f"{_DEFINITION}Tensor? state_bias, int num_slots, float scale) -> ({_four})",
