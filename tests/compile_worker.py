@@ -1,0 +1,101 @@
+"""Compiles shipped kernels for a chip without one, and prints what each needs; see test_compile_kernels.
+
+    python compile_worker.py onehot 90
+
+A line of JSON a kernel: {"name", "registers", "stack", "shared", "tensor_cores"}.
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.pop("TRITON_INTERPRET", None)  # set by conftest; here it would hide the compiler
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
+BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+Job = tuple[
+    str, Any, dict[str, str], dict[str, Any], dict[str, int]
+]  # name, kernel, types, constants, options
+
+
+def onehot() -> Iterator[Job]:
+    """Mistral's layer in bfloat16 and SmolLM2's in float32, with biases and two writes a token."""
+    from unsoftmax.kernels.gsa import triton_onehot as ops
+
+    operands = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "end_k", "end_v", "new_k", "new_v")
+    singles = ("bias", "lse", "delta", "slot_bias", "part", "part_bias", "dbias", "end_bias", "new_bias")
+    absent = ("table", "state_k", "state_v", "state_bias", "d_end", "d_end_bias", "d_state", "d_state_bias")
+    for D, G, dtype in ((128, 4, torch.bfloat16), (64, 3, torch.float32)):
+        b, M = ops.blocks_for(D, D, G, dtype), 64
+        types = dict.fromkeys(operands, f"*{NAMES[dtype]}") | dict.fromkeys(singles, "*fp32")
+        types |= dict.fromkeys(("last", "until", "dies", "owner", "end_copy"), "*i32")
+        types |= {"write": "*i64", "scale": "fp32"} | dict.fromkeys(("T", "n", "M", "blocks"), "i32")
+        fixed = dict.fromkeys(absent) | {
+            "H": 8,
+            "G": G,
+            "W": 2,
+            "D": D,
+            "E": D,
+            "BD": D,
+            "BE": D,
+            "C": b.chunk,
+        }
+        fixed |= {"BIAS": True, "STATE": False, "PACKED": False, "END": False, "SIZE": 2 * D, "STAGES": 4}
+        reads = {"BR": b.rows, "BN": b.keys, "RB": -(-b.chunk * G // b.rows), "NS": -(-M // b.keys)}
+        sums = {"BR": b.dkv_rows, "BN": b.keys, "KB": 1}
+        kernels = {
+            "_lives": (ops._lives, {"BM": M}, 4, 3),
+            "_owners": (ops._owners, {"BT": ops.SCAN, "BM": 16}, 4, 3),
+            "_take": (ops._take, {"BM": 16}, 4, 3),
+            "_read": (ops._read, reads, b.read_warps, b.read_stages),
+            "_dq": (ops._dq, reads, b.dq_warps, b.dq_stages),
+            "_dkv slots": (ops._dkv, sums | {"OWN": False}, b.dkv_warps, b.dkv_stages),
+            "_dkv own": (ops._dkv, sums | {"OWN": True}, b.dkv_warps, b.dkv_stages),
+            "_after": (ops._after, {"BX": ops.ELEMENTS}, 4, 3),
+            "_step": (ops._step, {"BM": M}, 8, 3),
+        }
+        for name, (kernel, more, warps, stages) in kernels.items():
+            options = {"num_warps": warps, "num_stages": stages}
+            yield f"{name} D {D} {NAMES[dtype]}", kernel, types, fixed | more, options
+
+
+def compiled(job: Job, arch: int) -> dict[str, Any]:
+    name, kernel, types, fixed, options = job
+    names = kernel.arg_names
+    signature = {n: "constexpr" if n in fixed else types[n] for n in names}
+    constants = {(i,): fixed[n] for i, n in enumerate(names) if n in fixed}
+    # A launch on a GPU is specialised the same way, where pointers are aligned.
+    attributes = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n][0] == "*"}
+    source = ASTSource(kernel, signature, constants, attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(built.asm["cubin"])
+        file.flush()
+        command = [str(BINARIES / "cuobjdump"), "--dump-resource-usage", file.name]
+        found = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack = re.search(r"REG:(\d+) STACK:(\d+)", found).groups()
+    return {
+        "name": name,
+        "registers": int(registers),
+        "stack": int(stack),
+        "shared": built.metadata.shared,
+        "tensor_cores": any(x in built.asm["ptx"] for x in ("wgmma", "mma.sync", "tcgen05")),
+    }
+
+
+LISTS = {"onehot": onehot}
+
+if __name__ == "__main__":
+    for job in LISTS[sys.argv[1]]():
+        print(json.dumps(compiled(job, int(sys.argv[2]))), flush=True)
