@@ -187,12 +187,9 @@ def _plan(write: torch.Tensor, M: int, G: int, has_state: bool, cu_seqlens: torc
     at_end = owner[:, :, (first + many - 1).clamp_min(0)] if n else owner.new_full((B, H, len(tiles), M), -1)
     at_end = torch.where((many > 0)[:, None], at_end, -1)
     last_key, last_copy = (x.transpose(1, 2).flatten(0, 1) for x in found(at_end, docs))
-    tile = torch.cat((key, mine), -1)
-    return _Plan(
-        *(x.expand(B, H, *x.shape[2:]).flatten(0, 2) for x in (query.flatten(-2), tile, copy, until, dies)),
-        last_key,
-        last_copy,
-    )
+    parts = (query.flatten(-2), torch.cat((key, mine), -1), copy, until, dies)
+    tiles_first = (x.expand(B, H, *x.shape[2:]).flatten(0, 2) for x in parts)
+    return _Plan._make((*tiles_first, last_key, last_copy))
 
 
 class _Read(torch.autograd.Function):
@@ -215,7 +212,7 @@ class _Read(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, slot_bias, own_bias, o, *plan = ctx.saved_tensors
-        plan, factor, G = _Plan(*plan, *plan[:2]), ctx.factor, ctx.G
+        plan, factor, G = _Plan._make((*plan, None, None)), ctx.factor, ctx.G
         dq, dk, dv = q.new_empty(len(q) + 1, q.shape[-1]), torch.zeros_like(k), torch.zeros_like(v)
         d_slot, d_own = torch.zeros_like(slot_bias), torch.zeros_like(own_bias)
         for part in _parts(plan, G, q.element_size()):
