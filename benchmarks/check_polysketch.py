@@ -51,6 +51,7 @@ QUICK = [
     (1, 1100, 8, 2, 128, 128, 64, 256, 4, True, 0.0),
     (2, 18 * 64 + 7, 4, 2, 64, 64, 32, 64, 4, True, 0.0),
 ]
+SOFT = [32, 64, 4]  # block, window and sinks of local="softmax", as conversions have them
 MISTRAL = {"HQ": 32, "H": 8, "D": 128, "E": 128}
 LAYOUTS = [(16, 2048), (4, 8192), (1, 32768)]
 VARIANTS = {  # rows, keys, warps, stages
@@ -198,39 +199,48 @@ def extremes() -> list[str]:
     return wrong
 
 
-def runners(B, T, r, block):
+def runners(B, T, r, block, soft=False):
     """Each kernel's launch at one shape, as functions of its tiles."""
     q, k, v, phi_q, phi_k = inputs(B, T, r=r, dtype=torch.bfloat16, **MISTRAL)
     do, o = torch.randn_like(q), torch.randn_like(q)
-    offset = torch.rand(q.shape[2], device="cuda")
+    offset, lift = torch.rand(q.shape[2], device="cuda"), None
     den, delta = (1 + torch.rand(q.shape[:3], device="cuda") for _ in range(2))
-    shape = block_kernels._shape(q, k, v, phi_q, block)
-    center, far_v = block_kernels._centered(v, block)
+    shape = block_kernels._shape(q, k, v, phi_q, [*SOFT, 1, 4] if soft else [block, block, 0, 0, 4])
+    center, far_v = block_kernels._centered(v, shape)
+    n = shape.last + 1
     S, z, _, _ = block_kernels._sum_states(phi_k, far_v, None, None, shape, plan(q.dtype, 128).states)
     dq, dk, dv, dphi_q, dphi_k = (torch.empty_like(x) for x in (q, k, v, phi_q, phi_k))
     rows, more = torch.empty_like(den), torch.empty_like(den)
+    offset_rows, lift_rows = (None, rows) if soft else (rows, None)
+    sinks = (None, None)
+    if soft:
+        offset, lift = None, torch.rand_like(den)
+        sinks = [torch.zeros(B, SOFT[2], k.shape[2], 128, device="cuda") for _ in range(2)]
 
     def by_query(kernel, cut, *arguments):
-        options = shape.query_tiles(cut, 4)
+        options = shape.query_tiles(cut)
         tokens, stack = options["BM"] // options["STACK"], options["STACK"]
         kernel[(triton.cdiv(T, tokens), shape.HQ // stack, B)](*arguments, **options)
 
     def forward(cut):
         by_query(
-            block_kernels._forward, cut, q, k, v, phi_q, offset, S, z, center, dq, rows, T, shape.blocks, 0.0
-        )
+            block_kernels._forward, cut,
+            q, k, v, phi_q, phi_k, offset, lift, S, z, center, dq, rows, more, T, n, 0.0,
+        )  # fmt: skip
 
     def queries(cut):
         by_query(
             block_kernels._queries, cut,
-            q, k, v, phi_q, offset, S, z, center, o, den, do, dq, dphi_q, rows, delta, more, T, shape.blocks,
+            q, k, v, phi_q, phi_k, offset, S, z, center, o, den, den, do,
+            dq, dphi_q, offset_rows, lift_rows, delta, more, T, n,
         )  # fmt: skip
 
     def keys(cut):
-        options = shape.query_tiles(cut, 4)
+        options = shape.query_tiles(cut)
         block_kernels._keys[(triton.cdiv(T, options["BN"]), shape.H, B)](
-            q, k, v, far_v, phi_k, offset, S, z, den, delta, do, dk, dv, dphi_k, T, shape.blocks, **options
-        )
+            q, k, v, far_v, phi_q, phi_k, offset, S, z, den, den, delta, do, *sinks,
+            dk, dv, dphi_k, T, n, **options,
+        )  # fmt: skip
 
     def states(cut):
         block_kernels._sum_states(phi_k, v, None, None, shape, cut)

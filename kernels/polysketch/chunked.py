@@ -217,32 +217,32 @@ def why_not_triton(q, k, v, phi_q, rule: _Rule, given: dict) -> str | None:
     if unsupported is None:
         return "a machine without triton"
     for name, wrong in (
-        ("local 'softmax'", rule.softmax),
-        ("a window of several blocks", rule.tiles > 1),
-        ("sinks", rule.sinks > 0),
         ("log_gate", rule.gated),
         *((name, x is not None) for name, x in given.items()),
     ):
         if wrong:
             return name
-    return unsupported(q, k, v, phi_q, degree=rule.degree, block=rule.block)
+    return unsupported(
+        q, k, v, phi_q, degree=rule.degree, block=rule.block, soft=rule.softmax, sinks=rule.sinks
+    )
 
 
 def _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule) -> tuple[torch.Tensor, PolySketchState]:
     """The kernels' output, and the state that `_walk` would have left."""
-    if far_scale is not None:  # a factor on (phi_q . phi_k) ** 2 is its root on phi_q
-        phi_q = phi_q * (far_scale.float() / 2).exp().to(phi_q.dtype).unsqueeze(-1)
+    C, window = rule.block, rule.tiles * rule.block
     with torch.autocast(q.device.type, enabled=False):
         o, S = polysketch_triton(
             *(x.to(q.dtype) for x in (q, k, v, phi_q, phi_k)),
-            degree=rule.degree, block=rule.block, offset=offset, normaliser=rule.normaliser,
+            degree=rule.degree, block=C, window=window, sinks=rule.sinks, soft=rule.softmax,
+            offset=offset, far_scale=far_scale, normaliser=rule.normaliser,
         )  # fmt: skip
     B, T, H, _ = k.shape
-    opened = T // rule.block * rule.block
-    fill = (0, 0, 0, 0, 0, rule.block - (T - opened))
-    log_gate = torch.zeros(B, rule.block, H, device=k.device)
-    buffer = (functional.pad(x[:, opened:], fill) for x in (k, v, phi_k))
-    sinks = (x.new_zeros(B, 0, H, x.shape[-1]) for x in (k, v))
+    first = T // C * C + C - window
+    fill = (0, 0, 0, 0, max(-first, 0), first + window - T)
+    log_gate = torch.zeros(B, window, H, device=k.device)
+    buffer = (functional.pad(x[:, max(first, 0) :], fill) for x in (k, v, phi_k))
+    missing = (0, 0, 0, 0, 0, max(rule.sinks - T, 0))
+    sinks = (functional.pad(x[:, : rule.sinks], missing) for x in (k, v))
     seen = torch.full((B,), T, device=k.device)
     return o.to(v.dtype), PolySketchState(S, *buffer, log_gate, *sinks, seen)
 

@@ -1,14 +1,20 @@
 """PolySketch attention on a GPU: the block algorithm of chunked.py in Triton, forward and backward.
 
-A query i in block l of C tokens, weights s^p near by and squared sketch products far away:
+A query i sees keys near by and far away, the last with squared sketch products. States S lie one a chunk,
+which is a block, or several short ones; keys of the chunk that the window has passed are met one by one:
 
-    N_i = sum_{j <= i, j in l} (q_i . k_j + offset)^p [v_j, 1] + features(phi_q_i) S_l,    o_i = N_i / den_i
-    S_l = sum_{blocks m < l} sum_{j in m} features(phi_k_j) [v_j, 1]
+    N_i = sum_near w_ij [v_j, 1] + e^lift_i (sum_passed (phi_q_i . phi_k_j)^2 [v_j, 1] + f(phi_q_i) S_c)
+    w_ij = (q_i . k_j + offset)^p or exp(q_i . k_j),    o_i = N_i / den_i
+    S_c = sum_{chunks m < c} sum_{j in m} f(phi_k_j) [v_j, 1],    f short for features
 
     dN_i = do_i / den_i, and - (do_i . o_i) / den_i for the ones column
-    R_l = sum_{blocks m > l} sum_{i in m} features(phi_q_i) dN_i      what the keys of block l see
-    near  dA_ij = p s_ij^(p - 1) dN_i . [v_j, 1],  dq = dA k,  dk = dA^T q,  dv = P^T dN
-    far   dfeatures(phi_q_i) = S_l dN_i,  dfeatures(phi_k_j) = R_l [v_j, 1],  dv_j += R_l^T features(phi_k_j)
+    R_c = sum_{chunks m > c} sum_{i in m} f(phi_q_i) dN_i      what the keys of chunk c see
+    near  dA_ij = w'_ij dN_i . [v_j, 1],  dq = dA k,  dk = dA^T q,  dv = w^T dN
+    far   df(phi_q_i) = S_c dN_i,  df(phi_k_j) = R_c [v_j, 1],  dv_j += R_c^T f(phi_k_j)
+
+A query belongs to the chunk in which its window starts. Near is a window of whole blocks, and the sinks, the
+document's first tokens. Softmax weights are kept in range by a running maximum over what the row sees, in a
+fixed order, far mass included; a power needs none.
 
 Features never reach memory. They come in tiles of 8 x 8 products of two slices of a sketch, one tile for each
 pair of slices a <= b (sketch.features has the same order; the weight 2 of a < b is the keys'), are built in
@@ -16,18 +22,19 @@ registers as an outer product and meet a [64, E] slice of the state on the tenso
 
 The ones column stays apart in float32: its sums z [F] are U, an r x r matrix, and a row's far mass is
 phi_q . U phi_q, so that no rounded feature takes part in a denominator. Far values count from a center, the
-mean of the first block: where all values are alike, no rounding of features shows. Exact weights are rounded
+mean of the first chunk: where all values are alike, no rounding of features shows. Exact weights are rounded
 to v's dtype before they are added up, so that they average. 1 / den scales weights and features in float32,
 and do is read as it comes.
 
-States are summed in segments of SEGMENT blocks, in parallel, and what came before a segment is added after.
+States are summed in segments of SEGMENT chunks, in parallel, and what came before a segment is added after.
 The segments start with the document, so that how sums are rounded never depends on later tokens. There are no
 atomics: the same input gives the same bits.
 
 Kernels   _states   S or R within segments, and each segment's total
           _join     adds the other segments' totals
           _forward  o and den
-          _queries  dq, dphi_q, doffset's rows and do . o
+          _queries  dq, dphi_q, the rows of doffset and dlift, and do . o
+          _sinks    dk and dv of the sinks, from queries far from them
           _keys     dk, dv, dphi_k
 """
 
@@ -42,10 +49,11 @@ try:
 except ImportError as error:  # a build of torch without GPUs
     raise ImportError("the PolySketch kernels need triton") from error
 
-from unsoftmax.kernels.polysketch.sketch import TILE, num_features
+from unsoftmax.kernels.polysketch.sketch import TILE, features, num_features
 
 OPS = re.sub(r"\W", "_", __name__)  # a copy in a checkpoint's folder registers its own
-SEGMENT = tl.constexpr(16)  # blocks whose states one program sums
+CHUNK = 256  # tokens between two states, or one block when that is longer
+SEGMENT = tl.constexpr(16)  # chunks whose states one program sums
 SIDE = tl.constexpr(TILE)
 PAIR = tl.constexpr(TILE * TILE)
 EXACT = tl.constexpr("tf32x3")  # float32 operands in three parts; plain float32 dots spill by kilobytes
@@ -120,17 +128,19 @@ def _far_mass(phi, z, R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "n"])
 def _states(
-    phi, x, den, delta, S, z, totals, ztotals, T, n,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
-    SLICES: tl.constexpr, PAIRS: tl.constexpr, REVERSE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
+    phi, x, scale, delta, S, z, totals, ztotals, T, n,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
+    FIRST: tl.constexpr, SHIFT: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr,
+    REVERSE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of features(phi) [x, 1] over the blocks before each block of a segment, or after it (REVERSE).
+    """Sums of features(phi) [x, 1] over the chunks before each chunk of a segment, or after it (REVERSE).
 
     Grid     (pairs x E tiles, segments, B x H); the first runs fastest, so that a segment's x stays in L2.
-    Reads    phi [B, T, HEADS, R] and x [B, T, HEADS, E], GROUP heads a state; for REVERSE den and delta
-             [B, T, HEADS]: features / den meet x = do and, for the ones column, - delta.
+    Reads    phi [B, T, HEADS, R] and x [B, T, HEADS, E], GROUP heads a state, from token FIRST on; chunks lie
+             SHIFT tokens late. For REVERSE scale and delta [B, T, HEADS]: features times scale meet x = do
+             and, for the ones column, - delta.
     Writes   S [B, n, H, F, E] in x's dtype, z [B, n, H, F] float32, totals [B, segments, H, F, E] and
-             ztotals [B, segments, H, F] float32. Forward sums leave out the last block when it is not full.
+             ztotals [B, segments, H, F] float32. Forward sums leave out the last chunk.
     Tiles    float32 [PAIR, BE] in registers; BC rows at a time.
     """
     H: tl.constexpr = HEADS // GROUP
@@ -160,13 +170,13 @@ def _states(
         )
         if e0 == 0:
             tl.store(z + slot * F + f, sums)
-        rows = C * GROUP
+        rows = CHUNK * GROUP
         if not REVERSE:
-            rows = tl.where((block + 1) * C <= T, C * GROUP, 0)
+            rows = tl.where(block + 1 < n, CHUNK * GROUP, 0)
         for m0 in range(0, rows, BC):
             m = m0 + tl.arange(0, BC)
-            token = block * C + m // GROUP
-            real = token < T
+            token = block * CHUNK + SHIFT + m // GROUP
+            real = (token >= FIRST) & (token < T)
             row = (batch * T + token) * HEADS + h * GROUP + m % GROUP
             left = tl.load(phi + row[None, :] * R + a * SIDE + c, mask=real[None, :], other=0.0).to(
                 tl.float32
@@ -175,8 +185,7 @@ def _states(
                 tl.float32
             )
             if REVERSE:
-                mass = tl.load(den + row, mask=real, other=0.0)
-                right = right * tl.where(mass > 0, 1 / mass, 0.0)[None, :]
+                right = right * tl.load(scale + row, mask=real, other=0.0)[None, :]
             else:
                 right = right * weight
             features = tl.reshape(left[:, None, :] * right[None, :, :], (PAIR, BC))
@@ -224,23 +233,72 @@ def _join(S, totals, n, segments, H, SIZE, REVERSE: tl.constexpr, BS: tl.constex
         )
 
 
+@triton.jit
+def _load(x, row, live, SIZE: tl.constexpr, WIDE: tl.constexpr):
+    """Rows of x [..., SIZE], zeros where not live, [rows, WIDE]."""
+    i = tl.arange(0, WIDE)
+    return tl.load(x + row[:, None] * SIZE + i[None, :], mask=live[:, None] & (i < SIZE)[None, :], other=0.0)
+
+
+@triton.jit
+def _save(x, row, live, value, SIZE: tl.constexpr, WIDE: tl.constexpr):
+    i = tl.arange(0, WIDE)
+    at = x + row[:, None] * SIZE + i[None, :]
+    tl.store(at, value.to(x.dtype.element_ty), mask=live[:, None] & (i < SIZE)[None, :])
+
+
+@triton.jit
+def _lower(acc, mass, top, new):
+    """Sums divided by exp(top), now by exp(new)."""
+    keep = tl.exp(top - new)
+    return acc * keep[:, None], mass * keep, new
+
+
+@triton.jit
+def _near(acc, mass, top, x, y, u, allowed, shift, DEGREE: tl.constexpr, SOFT: tl.constexpr):
+    """Adds a tile of exact weights, keys y and values u. Every row's first tile allows a key."""
+    s = tl.dot(x, tl.trans(y), input_precision=EXACT)
+    if SOFT:
+        s = tl.where(allowed, s, float("-inf"))
+        acc, mass, top = _lower(acc, mass, top, tl.maximum(top, tl.max(s, 1)))
+        w = tl.exp(s - top[:, None])
+    else:
+        s += shift[:, None]
+        w = tl.where(allowed, _odd_power(s, DEGREE) * s, 0.0)
+    w = w.to(u.dtype)
+    return tl.dot(w, u, acc, input_precision=EXACT), mass + tl.sum(w.to(tl.float32), 1), top
+
+
+@triton.jit
+def _make_room(acc, mass, top, far, lift):
+    """Sums over what far weights exp(lift) far need; and what those are multiplied by."""
+    log = tl.where(far > 0, lift + tl.log(tl.where(far > 0, far, 1.0)), float("-inf"))
+    acc, mass, top = _lower(acc, mass, top, tl.maximum(top, log))
+    return acc, mass, top, tl.exp(tl.minimum(lift - top, 80.0))
+
+
 @triton.jit(do_not_specialize=["T", "n", "normaliser"])
 def _forward(
-    q, k, v, phi_q, offset, S, z, center, o, den, T, n, normaliser,
-    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    q, k, v, phi_q, phi_k, offset, lift, S, z, center, o, near_row, far_row, T, n, normaliser,
+    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, SOFT: tl.constexpr,
     DEGREE: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, STACK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """o [B, T, HQ, E] and den [B, T, HQ], which is 0 where no key has weight.
+    """o [B, T, HQ, E] and, for the backward pass, near_row and far_row [B, T, HQ].
+
+    They hold 1 / den, which is 0 where no key has weight; for SOFT the log of den, and exp(lift) / den.
 
     Grid     (tiles of BM / STACK tokens, HQ / STACK, B): a tile is STACK query heads of one group.
-    Reads    q, k, v, phi_q, offset [HQ] or None, S, z, center [B, H, E]. The block's keys up to the
-             diagonal, BN at a time; then its whole state, PAIR features at a time.
+    Reads    q, k, v, phi_q, phi_k, offset [HQ] or None, lift [B, T, HQ] for SOFT, S, z, center [B, H, E]. The
+             sinks; the window's keys up to the diagonal, BN at a time; the chunk's keys before the window;
+             then the whole state, PAIR features at a time.
     """
     F: tl.constexpr = PAIRS * PAIR
     TOKENS: tl.constexpr = BM // STACK
     t0 = tl.program_id(0) * TOKENS
-    block = t0 // C
+    start = tl.maximum(t0 // C * C - (W - C), 0)
+    chunk = start // CHUNK
     batch = tl.program_id(2).to(tl.int64)
     head0 = tl.program_id(1) * STACK
     h = head0 // (HQ // H)
@@ -249,57 +307,96 @@ def _forward(
     head = head0 + m % STACK
     real = token < T
     row = (batch * T + token) * HQ + head
-    d = tl.arange(0, BD)
-    e = tl.arange(0, BE)
-    x = tl.load(q + row[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
+    x = _load(q, row, real, D, BD)
     acc = tl.zeros((BM, BE), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
+    top = tl.full((BM,), float("-inf"), tl.float32)
     shift = tl.zeros((BM,), tl.float32)
     if offset is not None:
         shift = tl.load(offset + head)
-    for j0 in range(block * C, tl.minimum(t0 + TOKENS, T), BN):
+    if SOFT:
+        shift = tl.load(lift + row, mask=real, other=0.0)
+    if SINKS > 0:  # noqa: SIM102, since only the first is known to the compiler
+        if start > 0:
+            j = tl.arange(0, 16)
+            key = (batch * T + j) * H + h
+            here = (j < SINKS) & (j < start)
+            y, u = _load(k, key, here, D, BD), _load(v, key, here, E, BE)
+            acc, mass, top = _near(acc, mass, top, x, y, u, here[None, :], shift, DEGREE, SOFT)
+    for j0 in range(start, tl.minimum(t0 + TOKENS, T), BN):
         j = j0 + tl.arange(0, BN)
         key = (batch * T + j) * H + h
-        y = tl.load(k + key[:, None] * D + d[None, :], mask=(j < T)[:, None] & (d < D)[None, :], other=0.0)
-        s = tl.dot(x, tl.trans(y), input_precision=EXACT) + shift[:, None]
-        w = tl.where(j[None, :] <= token[:, None], _odd_power(s, DEGREE) * s, 0.0)
-        u = tl.load(v + key[:, None] * E + e[None, :], mask=(j < T)[:, None] & (e < E)[None, :], other=0.0)
-        w = w.to(u.dtype)
-        mass += tl.sum(w.to(tl.float32), 1)
-        acc = tl.dot(w, u, acc, input_precision=EXACT)
-    if block > 0:
-        slot = (batch * n + block) * H + h
-        r = tl.arange(0, BR)
-        phi = tl.load(phi_q + row[:, None] * R + r[None, :], mask=real[:, None] & (r < R)[None, :], other=0.0)
-        far, live = _far_mass(phi, z + slot * F, R, SLICES, BR)
-        mass += far
+        y, u = _load(k, key, j < T, D, BD), _load(v, key, j < T, E, BE)
+        acc, mass, top = _near(acc, mass, top, x, y, u, j[None, :] <= token[:, None], shift, DEGREE, SOFT)
+    if CHUNK > C or W > C:
+        phi = _load(phi_q, row, real, R, BR)
+        for j0 in range(chunk * CHUNK, start, BN):
+            j = j0 + tl.arange(0, BN)
+            key = (batch * T + j) * H + h
+            s = tl.dot(phi, tl.trans(_load(phi_k, key, j >= SINKS, R, BR)), input_precision=EXACT)
+            w = s * s
+            if SOFT:
+                acc, mass, top, factor = _make_room(acc, mass, top, tl.sum(w, 1), shift)
+                w = w * factor[:, None]
+            u = _load(v, key, j >= SINKS, E, BE)
+            w = w.to(u.dtype)
+            mass += tl.sum(w.to(tl.float32), 1)
+            acc = tl.dot(w, u, acc, input_precision=EXACT)
+    if chunk > 0:
+        slot = (batch * n + chunk) * H + h
+        far, live = _far_mass(_load(phi_q, row, real, R, BR), z + slot * F, R, SLICES, BR)
         live = live & real
+        if SOFT:
+            acc, mass, top, factor = _make_room(acc, mass, top, far, shift)
+            far = far * factor
+        mass += far
         f = tl.arange(0, PAIR)
         for p in range(PAIRS):
             a, b, _weight = _pair(p, SLICES)
-            features = _outer(_slice(phi_q, row, live, a, R), _slice(phi_q, row, live, b, R), BM)
-            state = tl.load(
-                S + (slot * F + p * PAIR + f[:, None]) * E + e[None, :], mask=(e < E)[None, :], other=0.0
-            )
+            left = _slice(phi_q, row, live, a, R)
+            if SOFT:
+                left = left * factor[:, None]
+            features = _outer(left, _slice(phi_q, row, live, b, R), BM)
+            state = _load(S, slot * F + p * PAIR + f, f >= 0, E, BE)
             acc = tl.dot(features.to(state.dtype), state, acc, input_precision=EXACT)
+        e = tl.arange(0, BE)
         middle = tl.load(center + (batch * H + h) * E + e, mask=e < E, other=0.0)
         acc += far[:, None] * middle.to(tl.float32)[None, :]
-    mass += normaliser
-    acc = acc * tl.where(mass > 0, 1 / mass, 0.0)[:, None]
-    tl.store(
-        o + row[:, None] * E + e[None, :], acc.to(o.dtype.element_ty), mask=real[:, None] & (e < E)[None, :]
-    )
-    tl.store(den + row, mass, mask=real)
+    if SOFT:
+        mass += normaliser * tl.exp(tl.minimum(-top, 80.0))
+        log = top + tl.log(mass)
+        tl.store(near_row + row, log, mask=real)
+        tl.store(far_row + row, tl.exp(tl.minimum(shift - log, 80.0)), mask=real)
+    else:
+        mass += normaliser
+    inverse = tl.where(mass > 0, 1 / mass, 0.0)
+    if not SOFT:
+        tl.store(near_row + row, inverse, mask=real)
+    _save(o, row, real, acc * inverse[:, None], E, BE)
+
+
+@triton.jit
+def _near_gradient(x, y, u, g, dot, near, allowed, shift, DEGREE: tl.constexpr, SOFT: tl.constexpr):
+    """Gradients of a tile's scores."""
+    s = tl.dot(x, tl.trans(y), input_precision=EXACT)
+    dw = tl.dot(g, tl.trans(u), input_precision=EXACT) - dot[:, None]
+    if SOFT:
+        ds = tl.exp(s - near[:, None]) * dw
+    else:
+        ds = DEGREE * _odd_power(s + shift[:, None], DEGREE) * (near[:, None] * dw)
+    return tl.where(allowed, ds, 0.0)
 
 
 @triton.jit(do_not_specialize=["T", "n"])
 def _queries(
-    q, k, v, phi_q, offset, S, z, center, o, den, do, dq, dphi_q, doffset, delta, far_delta, T, n,
-    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    q, k, v, phi_q, phi_k, offset, S, z, center, o, near_row, far_row, do,
+    dq, dphi_q, doffset, dlift, delta, far_delta, T, n,
+    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, SOFT: tl.constexpr,
     DEGREE: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, STACK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """dq, dphi_q, doffset's addends [B, T, HQ] when there is an offset, delta = do . o and do . (o - center).
+    """dq, dphi_q, delta = do . o and do . (o - center) [B, T, HQ]; dlift, or doffset's addends, alike.
 
     Grid and tiles as _forward. Each pair's [BM, PAIR] gradient of features is brought down to its two slices
     of phi at once.
@@ -307,7 +404,8 @@ def _queries(
     F: tl.constexpr = PAIRS * PAIR
     TOKENS: tl.constexpr = BM // STACK
     t0 = tl.program_id(0) * TOKENS
-    block = t0 // C
+    start = tl.maximum(t0 // C * C - (W - C), 0)
+    chunk = start // CHUNK
     batch = tl.program_id(2).to(tl.int64)
     head0 = tl.program_id(1) * STACK
     h = head0 // (HQ // H)
@@ -316,114 +414,186 @@ def _queries(
     head = head0 + m % STACK
     real = token < T
     row = (batch * T + token) * HQ + head
-    d = tl.arange(0, BD)
     e = tl.arange(0, BE)
-    inside = real[:, None] & (e < E)[None, :]
-    g = tl.load(do + row[:, None] * E + e[None, :], mask=inside, other=0.0)
-    out = tl.load(o + row[:, None] * E + e[None, :], mask=inside, other=0.0)
-    dot = tl.sum(g.to(tl.float32) * out.to(tl.float32), 1)
-    middle = tl.load(center + (batch * H + h) * E + e, mask=e < E, other=0.0)
-    far_dot = dot - tl.sum(g.to(tl.float32) * middle.to(tl.float32)[None, :], 1)
+    g = _load(do, row, real, E, BE)
+    dot = tl.sum(g.to(tl.float32) * _load(o, row, real, E, BE).to(tl.float32), 1)
+    middle = tl.load(center + (batch * H + h) * E + e, mask=e < E, other=0.0).to(tl.float32)
+    far_dot = dot - tl.sum(g.to(tl.float32) * middle[None, :], 1)
     tl.store(delta + row, dot, mask=real)
     tl.store(far_delta + row, far_dot, mask=real)
-    mass = tl.load(den + row, mask=real, other=0.0)
-    inverse = tl.where(mass > 0, 1 / mass, 0.0)
+    near = tl.load(near_row + row, mask=real, other=0.0)
     shift = tl.zeros((BM,), tl.float32)
     if offset is not None:
         shift = tl.load(offset + head)
-    x = tl.load(q + row[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
+    x = _load(q, row, real, D, BD)
     acc = tl.zeros((BM, BD), tl.float32)
     sums = tl.zeros((BM,), tl.float32)
-    for j0 in range(block * C, tl.minimum(t0 + TOKENS, T), BN):
+    if SINKS > 0:  # noqa: SIM102, since only the first is known to the compiler
+        if start > 0:
+            j = tl.arange(0, 16)
+            key = (batch * T + j) * H + h
+            here = (j < SINKS) & (j < start)
+            y, u = _load(k, key, here, D, BD), _load(v, key, here, E, BE)
+            ds = _near_gradient(x, y, u, g, dot, near, here[None, :], shift, DEGREE, SOFT)
+            if offset is not None:
+                sums += tl.sum(ds, 1)
+            acc = tl.dot(ds.to(y.dtype), y, acc, input_precision=EXACT)
+    for j0 in range(start, tl.minimum(t0 + TOKENS, T), BN):
         j = j0 + tl.arange(0, BN)
         key = (batch * T + j) * H + h
-        y = tl.load(k + key[:, None] * D + d[None, :], mask=(j < T)[:, None] & (d < D)[None, :], other=0.0)
-        u = tl.load(v + key[:, None] * E + e[None, :], mask=(j < T)[:, None] & (e < E)[None, :], other=0.0)
-        s = tl.dot(x, tl.trans(y), input_precision=EXACT) + shift[:, None]
-        dw = tl.dot(g, tl.trans(u), input_precision=EXACT) - dot[:, None]
-        ds = DEGREE * _odd_power(s, DEGREE) * (inverse[:, None] * dw)
-        ds = tl.where(j[None, :] <= token[:, None], ds, 0.0)
+        y, u = _load(k, key, j < T, D, BD), _load(v, key, j < T, E, BE)
+        ds = _near_gradient(x, y, u, g, dot, near, j[None, :] <= token[:, None], shift, DEGREE, SOFT)
         if offset is not None:
             sums += tl.sum(ds, 1)
         acc = tl.dot(ds.to(y.dtype), y, acc, input_precision=EXACT)
-    tl.store(
-        dq + row[:, None] * D + d[None, :], acc.to(dq.dtype.element_ty), mask=real[:, None] & (d < D)[None, :]
-    )
+    _save(dq, row, real, acc, D, BD)
     if offset is not None:
         tl.store(doffset + row, sums, mask=real)
+    scale = tl.load(far_row + row, mask=real, other=0.0)
+    direct = tl.zeros((BM, BR), tl.float32)
+    if CHUNK > C or W > C:
+        phi = _load(phi_q, row, real, R, BR)
+        for j0 in range(chunk * CHUNK, start, BN):
+            j = j0 + tl.arange(0, BN)
+            key = (batch * T + j) * H + h
+            y, u = _load(phi_k, key, j >= SINKS, R, BR), _load(v, key, j >= SINKS, E, BE)
+            s = tl.dot(phi, tl.trans(y), input_precision=EXACT)
+            dw = tl.dot(g, tl.trans(u), input_precision=EXACT) - dot[:, None]
+            ds = 2 * s * (scale[:, None] * dw)
+            direct = tl.dot(ds.to(y.dtype), y, direct, input_precision=EXACT)
     ROUND: tl.constexpr = BR // SIDE
     which = tl.arange(0, ROUND)
     grad = tl.zeros((BM, ROUND, SIDE), tl.float32)
-    if block > 0:
-        slot = (batch * n + block) * H + h
-        r = tl.arange(0, BR)
-        phi = tl.load(phi_q + row[:, None] * R + r[None, :], mask=real[:, None] & (r < R)[None, :], other=0.0)
-        _far, live = _far_mass(phi, z + slot * F, R, SLICES, BR)
+    if chunk > 0:
+        slot = (batch * n + chunk) * H + h
+        _far, live = _far_mass(_load(phi_q, row, real, R, BR), z + slot * F, R, SLICES, BR)
         live = live & real
         f = tl.arange(0, PAIR)
-        inverse = tl.where(live, inverse, 0.0)
+        scale = tl.where(live, scale, 0.0)
         for p in range(PAIRS):
             a, b, _weight = _pair(p, SLICES)
-            state = tl.load(
-                S + (slot * F + p * PAIR + f[:, None]) * E + e[None, :], mask=(e < E)[None, :], other=0.0
-            )
+            state = _load(S, slot * F + p * PAIR + f, f >= 0, E, BE)
             ones = tl.load(z + slot * F + p * PAIR + f)
             df = tl.dot(g, tl.trans(state), input_precision=EXACT) - far_dot[:, None] * ones[None, :]
-            df = tl.reshape(df * inverse[:, None], (BM, SIDE, SIDE))
+            df = tl.reshape(df * scale[:, None], (BM, SIDE, SIDE))
             right = _slice(phi_q, row, live, b, R)
             left = _slice(phi_q, row, live, a, R)
             dleft = tl.sum(df * right[:, None, :], 2)
             dright = tl.sum(df * left[:, :, None], 1)
             grad += tl.where((which == a)[None, :, None], dleft[:, None, :], 0.0)
             grad += tl.where((which == b)[None, :, None], dright[:, None, :], 0.0)
-    c = which[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
-    tl.store(
-        dphi_q + row[:, None, None] * R + c[None, :, :],
-        grad.to(dphi_q.dtype.element_ty),
-        mask=real[:, None, None] & (c < R)[None, :, :],
-    )
+    total = tl.reshape(grad, (BM, BR))
+    if CHUNK > C or W > C:
+        total += direct
+    _save(dphi_q, row, real, total, R, BR)
+    if SOFT:  # a far weight is a square of phi_q, exp(lift) a factor
+        wide = _load(phi_q, row, real, R, BR).to(tl.float32)
+        tl.store(dlift + row, tl.sum(total * wide, 1) / 2, mask=real)
+
+
+@triton.jit
+def _queries_near(
+    gk, gv, y, u, x, g, near, dot, shift, allowed, DEGREE: tl.constexpr, SOFT: tl.constexpr
+):  # fmt: skip
+    """Adds to the gradients of keys y and values u what a tile of queries x with output gradients g asks."""
+    s = tl.dot(y, tl.trans(x), input_precision=EXACT)
+    dw = tl.dot(u, tl.trans(g), input_precision=EXACT) - dot[None, :]
+    if SOFT:
+        w = tl.where(allowed, tl.exp(s - near[None, :]), 0.0)
+        ds = w * dw
+    else:
+        s += shift[None, :]
+        power = tl.where(allowed, _odd_power(s, DEGREE) * near[None, :], 0.0)
+        w = power * s
+        ds = DEGREE * power * dw
+    gv = tl.dot(w.to(g.dtype), g, gv, input_precision=EXACT)
+    return tl.dot(ds.to(x.dtype), x, gk, input_precision=EXACT), gv
+
+
+@triton.jit(do_not_specialize=["T"])
+def _sinks(
+    q, k, v, offset, near_row, delta, do, dk, dv, T,
+    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    SINKS: tl.constexpr, SOFT: tl.constexpr, DEGREE: tl.constexpr, STACK: tl.constexpr, SPAN: tl.constexpr,
+    BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+):  # fmt: skip
+    """What queries whose window has left the sinks behind ask of them: dk, dv [B, spans, SINKS, H, D or E].
+
+    Grid (spans of SPAN tokens, H, B). Sums of each span, in float32; _keys adds them up.
+    """
+    TOKENS: tl.constexpr = BM // STACK
+    TURNS: tl.constexpr = HQ // H // STACK
+    batch = tl.program_id(2).to(tl.int64)
+    h = tl.program_id(1)
+    j = tl.arange(0, 16)
+    here = (j < SINKS) & (j < T)
+    key = (batch * T + j) * H + h
+    y, u = _load(k, key, here, D, BD), _load(v, key, here, E, BE)
+    gk = tl.zeros((16, BD), tl.float32)
+    gv = tl.zeros((16, BE), tl.float32)
+    m = tl.arange(0, BM)
+    begin = tl.program_id(0) * SPAN
+    turns = tl.cdiv(tl.maximum(tl.minimum(begin + SPAN, T) - begin, 0), TOKENS) * TURNS
+    for i in range(turns):
+        token = begin + i // TURNS * TOKENS + m // STACK
+        head = (h * TURNS + i % TURNS) * STACK + m % STACK
+        row = (batch * T + token) * HQ + head
+        real = token < T
+        x, g = _load(q, row, real, D, BD), _load(do, row, real, E, BE)
+        near = tl.load(near_row + row, mask=real, other=0.0)
+        dot = tl.load(delta + row, mask=real, other=0.0)
+        shift = tl.zeros((BM,), tl.float32)
+        if offset is not None:
+            shift = tl.load(offset + head)
+        start = token // C * C - (W - C)
+        allowed = here[:, None] & (j[:, None] < start[None, :]) & real[None, :]
+        gk, gv = _queries_near(gk, gv, y, u, x, g, near, dot, shift, allowed, DEGREE, SOFT)
+    slot = ((batch * tl.num_programs(0) + tl.program_id(0)) * SINKS + j) * H + h
+    _save(dk, slot, j < SINKS, gk, D, BD)
+    _save(dv, slot, j < SINKS, gv, E, BE)
 
 
 @triton.jit(do_not_specialize=["T", "n"])
 def _keys(
-    q, k, v, far_v, phi_k, offset, S, z, den, delta, do, dk, dv, dphi_k, T, n,
-    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr,
+    q, k, v, far_v, phi_q, phi_k, offset, S, z, near_row, far_row, delta, do, sink_dk, sink_dv,
+    dk, dv, dphi_k, T, n,
+    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, SOFT: tl.constexpr,
     DEGREE: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, STACK: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, dphi_k. S and z are R and its ones column, far_v is v less its center.
 
-    Grid (tiles of BN keys, H, B). First the far part, then the block's queries from the tile on, BM / STACK
-    tokens of STACK heads at a time.
+    Grid (tiles of BN keys, H, B). First the far part; then, BM / STACK tokens of STACK heads at a time, the
+    queries of the chunk whose window has passed and those whose window holds the tile. sink_dk and sink_dv
+    [B, SINKS, H, D or E] float32 are what _sinks found.
     """
     F: tl.constexpr = PAIRS * PAIR
     TOKENS: tl.constexpr = BM // STACK
     TURNS: tl.constexpr = HQ // H // STACK
     j0 = tl.program_id(0) * BN
-    block = j0 // C
+    passed = (j0 // C + W // C) * C  # the first token that does not see the tile as near
+    away = (j0 // CHUNK + 1) * CHUNK + W - C  # the first that sees it through a state
     batch = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
     j = j0 + tl.arange(0, BN)
     real = j < T
+    sketched = real & (j >= SINKS)
     key = (batch * T + j) * H + h
-    d = tl.arange(0, BD)
-    e = tl.arange(0, BE)
     gv = tl.zeros((BN, BE), tl.float32)
     ROUND: tl.constexpr = BR // SIDE
     which = tl.arange(0, ROUND)
     grad = tl.zeros((BN, ROUND, SIDE), tl.float32)
-    if (block + 1) * C < T:
-        u = tl.load(far_v + key[:, None] * E + e[None, :], mask=real[:, None] & (e < E)[None, :], other=0.0)
-        slot = (batch * n + block) * H + h
+    if away < T:
+        u = _load(far_v, key, real, E, BE)
+        slot = (batch * n + j0 // CHUNK) * H + h
         f = tl.arange(0, PAIR)
         for p in range(PAIRS):
             a, b, weight = _pair(p, SLICES)
-            state = tl.load(
-                S + (slot * F + p * PAIR + f[:, None]) * E + e[None, :], mask=(e < E)[None, :], other=0.0
-            )
+            state = _load(S, slot * F + p * PAIR + f, f >= 0, E, BE)
             ones = tl.load(z + slot * F + p * PAIR + f)
-            right = _slice(phi_k, key, real, b, R) * weight
-            left = _slice(phi_k, key, real, a, R)
+            right = _slice(phi_k, key, sketched, b, R) * weight
+            left = _slice(phi_k, key, sketched, a, R)
             gv = tl.dot(_outer(left, right, BN).to(state.dtype), state, gv, input_precision=EXACT)
             df = tl.dot(u, tl.trans(state), input_precision=EXACT) + ones[None, :]
             df = tl.reshape(df, (BN, SIDE, SIDE))
@@ -431,41 +601,50 @@ def _keys(
             dright = tl.sum(df * left[:, :, None], 1) * weight
             grad += tl.where((which == a)[None, :, None], dleft[:, None, :], 0.0)
             grad += tl.where((which == b)[None, :, None], dright[:, None, :], 0.0)
-    c = which[:, None] * SIDE + tl.arange(0, SIDE)[None, :]
-    tl.store(
-        dphi_k + key[:, None, None] * R + c[None, :, :],
-        grad.to(dphi_k.dtype.element_ty),
-        mask=real[:, None, None] & (c < R)[None, :, :],
-    )
-    y = tl.load(k + key[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
-    u = tl.load(v + key[:, None] * E + e[None, :], mask=real[:, None] & (e < E)[None, :], other=0.0)
-    gk = tl.zeros((BN, BD), tl.float32)
+    total = tl.reshape(grad, (BN, BR))
+    u = _load(v, key, real, E, BE)
     m = tl.arange(0, BM)
+    if CHUNK > C or W > C:
+        phi = _load(phi_k, key, sketched, R, BR)
+        turns = tl.cdiv(tl.maximum(tl.minimum(away, T) - passed, 0), TOKENS) * TURNS
+        for i in range(turns):
+            token = passed + i // TURNS * TOKENS + m // STACK
+            head = (h * TURNS + i % TURNS) * STACK + m % STACK
+            row = (batch * T + token) * HQ + head
+            here = token < T
+            x, g = _load(phi_q, row, here, R, BR), _load(do, row, here, E, BE)
+            scale = tl.load(far_row + row, mask=here, other=0.0)
+            dot = tl.load(delta + row, mask=here, other=0.0)
+            s = tl.dot(phi, tl.trans(x), input_precision=EXACT)
+            dw = tl.dot(u, tl.trans(g), input_precision=EXACT) - dot[None, :]
+            s_scaled = s * scale[None, :]
+            gv = tl.dot((s * s_scaled).to(g.dtype), g, gv, input_precision=EXACT)
+            total = tl.dot((2 * s_scaled * dw).to(x.dtype), x, total, input_precision=EXACT)
+    total = tl.where(sketched[:, None], total, 0.0)
+    _save(dphi_k, key, real, total, R, BR)
+    y = _load(k, key, real, D, BD)
+    gk = tl.zeros((BN, BD), tl.float32)
+    if SINKS > 0:
+        sink = (batch * SINKS + j) * H + h
+        gk += _load(sink_dk, sink, j < SINKS, D, BD)
+        gv += _load(sink_dv, sink, j < SINKS, E, BE)
     start = j0 // TOKENS * TOKENS
-    turns = tl.cdiv(tl.minimum((block + 1) * C, T) - start, TOKENS) * TURNS
+    turns = tl.cdiv(tl.minimum(passed, T) - start, TOKENS) * TURNS
     for i in range(turns):
         token = start + i // TURNS * TOKENS + m // STACK
         head = (h * TURNS + i % TURNS) * STACK + m % STACK
         row = (batch * T + token) * HQ + head
         here = token < T
-        x = tl.load(q + row[:, None] * D + d[None, :], mask=here[:, None] & (d < D)[None, :], other=0.0)
-        g = tl.load(do + row[:, None] * E + e[None, :], mask=here[:, None] & (e < E)[None, :], other=0.0)
-        mass = tl.load(den + row, mask=here, other=0.0)
+        x, g = _load(q, row, here, D, BD), _load(do, row, here, E, BE)
+        near = tl.load(near_row + row, mask=here, other=0.0)
         dot = tl.load(delta + row, mask=here, other=0.0)
-        inverse = tl.where(mass > 0, 1 / mass, 0.0)
-        s = tl.dot(y, tl.trans(x), input_precision=EXACT)
+        shift = tl.zeros((BM,), tl.float32)
         if offset is not None:
-            s += tl.load(offset + head)[None, :]
-        power = tl.where(j[:, None] <= token[None, :], _odd_power(s, DEGREE) * inverse[None, :], 0.0)
-        gv = tl.dot((power * s).to(g.dtype), g, gv, input_precision=EXACT)
-        dw = tl.dot(u, tl.trans(g), input_precision=EXACT) - dot[None, :]
-        gk = tl.dot((DEGREE * power * dw).to(x.dtype), x, gk, input_precision=EXACT)
-    tl.store(
-        dk + key[:, None] * D + d[None, :], gk.to(dk.dtype.element_ty), mask=real[:, None] & (d < D)[None, :]
-    )
-    tl.store(
-        dv + key[:, None] * E + e[None, :], gv.to(dv.dtype.element_ty), mask=real[:, None] & (e < E)[None, :]
-    )
+            shift = tl.load(offset + head)
+        allowed = (j[:, None] <= token[None, :]) & here[None, :]
+        gk, gv = _queries_near(gk, gv, y, u, x, g, near, dot, shift, allowed, DEGREE, SOFT)
+    _save(dk, key, real, gk, D, BD)
+    _save(dv, key, real, gv, E, BE)
 
 
 class Tiles(NamedTuple):
@@ -507,18 +686,21 @@ def plan(dtype: torch.dtype, widest: int) -> Plan:
 
 
 def unsupported(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor, *, degree: int, block: int
-) -> str | None:
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor, *,
+    degree: int, block: int, soft: bool = False, sinks: int = 0,
+) -> str | None:  # fmt: skip
     """What in such inputs these kernels cannot take, or None."""
     D, E, r = q.shape[-1], v.shape[-1], phi_q.shape[-1]
     if q.dtype not in (torch.bfloat16, torch.float32):
         return f"dtype {q.dtype}"  # in float16 a power of a score soon passes 65,504
-    if degree not in (2, 4, 8):
+    if degree not in (2, 4, 8) and not soft:
         return f"degree {degree}"
     if r % TILE or not TILE <= r <= 64:
         return f"sketch size {r}"
     if block < 16 or block % 16:
         return f"block {block}"
+    if not 0 <= sinks <= 16:
+        return f"{sinks} sinks"
     if max(D, E) > 256 or q.shape[1] == 0:
         return f"head dimensions {D} and {E}" if q.shape[1] else "no tokens"
     return None
@@ -545,38 +727,61 @@ class _Shape(NamedTuple):
     E: int
     R: int
     C: int
+    W: int
+    sinks: int
+    soft: bool
+    degree: int
 
     @property
-    def blocks(self) -> int:
-        return triton.cdiv(self.T, self.C)
+    def chunk(self) -> int:
+        """Tokens between two states: whole blocks."""
+        return self.C * max(1, CHUNK // self.C)
+
+    @property
+    def last(self) -> int:
+        """The last state's chunk: where the open block's window starts."""
+        return max(self.T // self.C * self.C - (self.W - self.C), 0) // self.chunk
 
     @property
     def segments(self) -> int:
-        return triton.cdiv(self.blocks, SEGMENT.value)
+        return triton.cdiv(self.last + 1, SEGMENT.value)
 
     @property
     def pairs(self) -> int:
         return num_features(self.R) // TILE**2
 
-    def query_tiles(self, tiles: Tiles, degree: int) -> dict:
-        stack, rows = _stack(self.HQ // self.H, tiles.rows, self.C)
+    def stacked(self, tiles: Tiles) -> tuple[int, int]:
+        return _stack(self.HQ // self.H, tiles.rows, self.C)
+
+    def query_tiles(self, tiles: Tiles) -> dict:
+        stack, rows = self.stacked(tiles)
         return {
-            "HQ": self.HQ, "H": self.H, "D": self.D, "E": self.E, "R": self.R, "C": self.C, "DEGREE": degree,
-            "SLICES": self.R // TILE, "PAIRS": self.pairs, "STACK": stack, "BM": rows,
-            "BN": min(tiles.keys, self.C & -self.C), "BD": _power_of_two(self.D), "BE": _power_of_two(self.E),
-            "BR": _power_of_two(self.R), "num_warps": tiles.warps, "num_stages": tiles.stages,
+            **self.exact_tiles(tiles), "R": self.R, "CHUNK": self.chunk, "SLICES": self.R // TILE,
+            "PAIRS": self.pairs, "STACK": stack, "BM": rows, "BN": min(tiles.keys, self.C & -self.C),
+            "BR": _power_of_two(self.R),
+        }  # fmt: skip
+
+    def exact_tiles(self, tiles: Tiles) -> dict:
+        return {
+            "HQ": self.HQ, "H": self.H, "D": self.D, "E": self.E, "C": self.C, "W": self.W,
+            "SINKS": self.sinks, "SOFT": self.soft, "DEGREE": self.degree, "BD": _power_of_two(self.D),
+            "BE": _power_of_two(self.E), "num_warps": tiles.warps, "num_stages": tiles.stages,
         }  # fmt: skip
 
 
-def _shape(q, k, v, phi_q, block) -> _Shape:
+def _shape(q, k, v, phi_q, rule: list[int]) -> _Shape:
+    """rule: block, window, sinks, whether near weights are softmax, degree."""
     B, T, HQ, D = q.shape
-    return _Shape(B, T, HQ, k.shape[2], D, v.shape[-1], phi_q.shape[-1], block)
+    block, window, sinks, soft, degree = rule
+    return _Shape(
+        B, T, HQ, k.shape[2], D, v.shape[-1], phi_q.shape[-1], block, window, sinks, bool(soft), degree
+    )
 
 
-def _sum_states(phi, x, den, delta, s: _Shape, tiles: Tiles) -> tuple[torch.Tensor, ...]:
-    """S [B, n, H, F, E] and z [B, n, H, F], before each block, and the totals after all; R with den."""
-    reverse, F = den is not None, s.pairs * TILE**2
-    shape, device = (s.B, s.blocks, s.H, F), x.device
+def _sum_states(phi, x, scale, delta, s: _Shape, tiles: Tiles) -> tuple[torch.Tensor, ...]:
+    """S [B, n, H, F, E] and z [B, n, H, F], before each chunk, and each segment's totals; R with scale."""
+    reverse, F, n = scale is not None, s.pairs * TILE**2, s.last + 1
+    shape, device = (s.B, n, s.H, F), x.device
     S = torch.empty(*shape, s.E, dtype=x.dtype, device=device)
     z = torch.empty(shape, dtype=torch.float32, device=device)
     totals = torch.empty(s.B, s.segments, s.H, F, s.E, dtype=torch.float32, device=device)
@@ -584,122 +789,172 @@ def _sum_states(phi, x, den, delta, s: _Shape, tiles: Tiles) -> tuple[torch.Tens
     BE = min(128, _power_of_two(s.E))
     heads = phi.shape[2]
     _states[(s.pairs * triton.cdiv(s.E, BE), s.segments, s.B * s.H)](
-        phi, x, den, delta, S, z, totals, ztotals, s.T, s.blocks,
-        HEADS=heads, GROUP=heads // s.H, E=s.E, R=s.R, C=s.C, SLICES=s.R // TILE, PAIRS=s.pairs,
+        phi, x, scale, delta, S, z, totals, ztotals, s.T, n,
+        HEADS=heads, GROUP=heads // s.H, E=s.E, R=s.R, CHUNK=s.chunk, FIRST=0 if reverse else s.sinks,
+        SHIFT=s.W - s.C if reverse else 0, SLICES=s.R // TILE, PAIRS=s.pairs,
         REVERSE=reverse, BC=min(tiles.keys, s.C & -s.C), BE=BE,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
     if s.segments > 1:
         for sums, total, size in ((S, totals, F * s.E), (z, ztotals, F)):
             _join[(triton.cdiv(size, 2048), s.segments, s.B * s.H)](
-                sums, total, s.blocks, s.segments, s.H, size, REVERSE=reverse, BS=2048, num_warps=8
+                sums, total, n, s.segments, s.H, size, REVERSE=reverse, BS=2048, num_warps=8
             )
     return S, z, totals, ztotals
 
 
-def _centered(v: torch.Tensor, block: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean of v over the first block [B, H, E], which all who look further have seen, and v less it."""
-    center = v[:, :block].float().mean(1).to(v.dtype)
+def _centered(v: torch.Tensor, s: _Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of v over the first chunk [B, H, E], which all who look further have seen, and v less it."""
+    center = v[:, : s.chunk].float().mean(1).to(v.dtype)
     return center, v - center.unsqueeze(1)
+
+
+def _sink_gradients(q, k, v, offset, near, delta, do, s: _Shape, tiles: Tiles):
+    """dk and dv [B, sinks, H, D or E] float32 of the sinks, from queries whose window is further on."""
+    stack, rows = s.stacked(tiles)
+    tokens = rows // stack
+    span = tokens * max(1, 256 // tokens)
+    spans = triton.cdiv(s.T, span)
+    dk, dv = (q.new_empty(s.B, spans, s.sinks, s.H, size, dtype=torch.float32) for size in (s.D, s.E))
+    _sinks[(spans, s.H, s.B)](
+        q, k, v, offset, near, delta, do, dk, dv, s.T,
+        STACK=stack, SPAN=span, BM=rows, **s.exact_tiles(tiles),
+    )  # fmt: skip
+    return dk.sum(1), dv.sum(1)
 
 
 @torch.library.custom_op(f"{OPS}::forward", mutates_args=())
 def _forward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor, phi_k: torch.Tensor,
-    offset: torch.Tensor | None, degree: int, block: int, normaliser: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    s, cut = _shape(q, k, v, phi_q, block), plan(q.dtype, max(q.shape[-1], v.shape[-1]))
-    center, far_v = _centered(v, block)
+    offset: torch.Tensor | None, lift: torch.Tensor | None, rule: list[int], normaliser: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
+    s, cut = _shape(q, k, v, phi_q, rule), plan(q.dtype, max(q.shape[-1], v.shape[-1]))
+    center, far_v = _centered(v, s)
     S, z, totals, ztotals = _sum_states(phi_k, far_v, None, None, s, cut.states)
-    o, den = torch.empty(s.B, s.T, s.HQ, s.E, dtype=v.dtype, device=v.device), _rows_of(q)
-    options = s.query_tiles(cut.forward, degree)
+    o, near = torch.empty(s.B, s.T, s.HQ, s.E, dtype=v.dtype, device=v.device), _rows_of(q)
+    far = _rows_of(q) if s.soft else q.new_empty(0, dtype=torch.float32)
+    options = s.query_tiles(cut.forward)
     tokens, stack = options["BM"] // options["STACK"], options["STACK"]
     _forward[(triton.cdiv(s.T, tokens), s.HQ // stack, s.B)](
-        q, k, v, phi_q, offset, S, z, center, o, den, s.T, s.blocks, normaliser, **options
-    )
+        q, k, v, phi_q, phi_k, offset, lift, S, z, center, o, near, far, s.T, s.last + 1, normaliser,
+        **options,
+    )  # fmt: skip
     mass = ztotals.sum(1).unsqueeze(-1)
-    return o, den, torch.cat((totals.sum(1) + mass * center.unsqueeze(2), mass), -1)
+    return o, near, far, torch.cat((totals.sum(1) + mass * center.unsqueeze(2), mass), -1)
 
 
 @_forward_op.register_fake
-def _(q, k, v, phi_q, phi_k, offset, degree, block, normaliser):
+def _(q, k, v, phi_q, phi_k, offset, lift, rule, normaliser):
     B, T, HQ, _ = q.shape
     E, F = v.shape[-1], num_features(phi_q.shape[-1])
     state = q.new_empty(B, k.shape[2], F, E + 1, dtype=torch.float32)
-    return v.new_empty(B, T, HQ, E), _rows_of(q), state
+    far = _rows_of(q) if rule[3] else q.new_empty(0, dtype=torch.float32)
+    return v.new_empty(B, T, HQ, E), _rows_of(q), far, state
 
 
 @torch.library.custom_op(f"{OPS}::backward", mutates_args=())
 def _backward_op(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor,
-    phi_k: torch.Tensor, offset: torch.Tensor | None, o: torch.Tensor, den: torch.Tensor,
-    degree: int, block: int,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
-    s, cut = _shape(q, k, v, phi_q, block), plan(q.dtype, max(q.shape[-1], v.shape[-1]))
-    center, far_v = _centered(v, block)
+    phi_k: torch.Tensor, offset: torch.Tensor | None, o: torch.Tensor, near: torch.Tensor,
+    far: torch.Tensor, rule: list[int],
+) -> tuple[
+    torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
+]:  # fmt: skip
+    s, cut = _shape(q, k, v, phi_q, rule), plan(q.dtype, max(q.shape[-1], v.shape[-1]))
+    n = s.last + 1
+    far = far if s.soft else near
+    center, far_v = _centered(v, s)
     S, z, _, _ = _sum_states(phi_k, far_v, None, None, s, cut.states)
     dq, dphi_q = torch.empty_like(q), torch.empty_like(phi_q)
-    delta, far_delta = torch.empty_like(den), torch.empty_like(den)
-    doffset = torch.empty_like(den) if offset is not None else None
-    options = s.query_tiles(cut.queries, degree)
+    delta, far_delta = torch.empty_like(near), torch.empty_like(near)
+    doffset = torch.empty_like(near) if offset is not None else None
+    dlift = torch.empty_like(near) if s.soft else None
+    options = s.query_tiles(cut.queries)
     tokens, stack = options["BM"] // options["STACK"], options["STACK"]
     _queries[(triton.cdiv(s.T, tokens), s.HQ // stack, s.B)](
-        q, k, v, phi_q, offset, S, z, center, o, den, do, dq, dphi_q, doffset, delta, far_delta,
-        s.T, s.blocks, **options,
+        q, k, v, phi_q, phi_k, offset, S, z, center, o, near, far, do,
+        dq, dphi_q, doffset, dlift, delta, far_delta, s.T, n, **options,
     )  # fmt: skip
     del S, z
-    S, z, _, _ = _sum_states(phi_q, do, den, far_delta, s, cut.gradients)
+    S, z, _, _ = _sum_states(phi_q, do, far, far_delta, s, cut.gradients)
+    sinks = _sink_gradients(q, k, v, offset, near, delta, do, s, cut.keys) if s.sinks else (None, None)
     dk, dv, dphi_k = torch.empty_like(k), torch.empty_like(v), torch.empty_like(phi_k)
-    options = s.query_tiles(cut.keys, degree)
+    options = s.query_tiles(cut.keys)
     _keys[(triton.cdiv(s.T, options["BN"]), s.H, s.B)](
-        q, k, v, far_v, phi_k, offset, S, z, den, delta, do, dk, dv, dphi_k, s.T, s.blocks, **options
-    )
-    return dq, dk, dv, dphi_q, dphi_k, q.new_zeros(0) if doffset is None else doffset.sum((0, 1))
+        q, k, v, far_v, phi_q, phi_k, offset, S, z, near, far, delta, do, *sinks,
+        dk, dv, dphi_k, s.T, n, **options,
+    )  # fmt: skip
+    none = q.new_zeros(0)
+    doffset = none if doffset is None else doffset.sum((0, 1))
+    return dq, dk, dv, dphi_q, dphi_k, doffset, none.clone() if dlift is None else dlift
 
 
 @_backward_op.register_fake
-def _(do, q, k, v, phi_q, phi_k, offset, o, den, degree, block):
+def _(do, q, k, v, phi_q, phi_k, offset, o, near, far, rule):
     doffset = q.new_empty(0) if offset is None else q.new_empty(q.shape[2], dtype=torch.float32)
-    return *(torch.empty_like(x) for x in (q, k, v, phi_q, phi_k)), doffset
+    dlift = torch.empty_like(near) if rule[3] else q.new_empty(0)
+    return *(torch.empty_like(x) for x in (q, k, v, phi_q, phi_k)), doffset, dlift
 
 
 def _rows_of(q: torch.Tensor) -> torch.Tensor:
     return q.new_empty(q.shape[:3], dtype=torch.float32)
 
 
-def _save(ctx, inputs, output):
-    *tensors, ctx.degree, ctx.block, _ = inputs
-    o, den, S = output
-    ctx.mark_non_differentiable(den, S)
-    ctx.save_for_backward(*tensors, o, den)
+def _keep(ctx, inputs, output):
+    q, k, v, phi_q, phi_k, offset, _, ctx.rule, _ = inputs
+    o, near, far, S = output
+    ctx.mark_non_differentiable(near, far, S)
+    ctx.save_for_backward(q, k, v, phi_q, phi_k, offset, o, near, far)
 
 
-def _gradients(ctx, do, _den, _S):
-    q, k, v, phi_q, phi_k, offset, o, den = ctx.saved_tensors
-    *grads, doffset = _backward_op(
-        do.contiguous(), q, k, v, phi_q, phi_k, offset, o, den, ctx.degree, ctx.block
+def _gradients(ctx, do, _near, _far, _S):
+    q, k, v, phi_q, phi_k, offset, o, near, far = ctx.saved_tensors
+    *grads, doffset, dlift = _backward_op(
+        do.contiguous(), q, k, v, phi_q, phi_k, offset, o, near, far, ctx.rule
     )
-    return *grads, None if offset is None else doffset.to(offset.dtype), None, None, None
+    return *grads, None if offset is None else doffset, dlift if ctx.rule[3] else None, None, None
 
 
-_forward_op.register_autograd(_gradients, setup_context=_save)
+_forward_op.register_autograd(_gradients, setup_context=_keep)
 
 
 def polysketch_triton(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor, phi_k: torch.Tensor, *,
-    degree: int, block: int, offset: torch.Tensor | None = None, normaliser: float = 0.0,
+    degree: int, block: int, window: int | None = None, sinks: int = 0, soft: bool = False,
+    offset: torch.Tensor | None = None, far_scale: torch.Tensor | None = None, normaliser: float = 0.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """chunked.polysketch with local="power", window = block, no sinks and no gates.
+    """chunked.polysketch without gates, for whole rows.
 
     Args:
         q, k, v, phi_q, phi_k: as there, all of one dtype, bfloat16 or float32 (full precision, slow).
-        degree: 2, 4 or 8. block: a multiple of 16, best of 64. offset: [HQ] or None.
+        degree: 2, 4 or 8. block: a multiple of 16, best of 64. window, sinks: at most 16.
+        soft: local="softmax". offset: [HQ] or None, for powers. far_scale: [HQ] or [B, T, HQ] or None.
 
     Returns:
-        o [B, T, HQ, E] in v's dtype, and S [B, H, F, E + 1] float32 before the open block, without gradient.
+        o [B, T, HQ, E] in v's dtype, and S [B, H, F, E + 1] float32 of the keys older than the open block's
+        window, without gradient.
     """
-    tensors = [x.contiguous() for x in (q, k, v, phi_q, phi_k)]
-    o, _, S = _forward_op(
-        *tensors, None if offset is None else offset.float().contiguous(), degree, block, float(normaliser)
-    )
-    return o, S
+    q, k, v, phi_q, phi_k = (x.contiguous() for x in (q, k, v, phi_q, phi_k))
+    rule = [block, window or block, sinks, int(soft), degree]
+    lift = None
+    if soft:
+        lift = q.new_zeros(q.shape[2]) if far_scale is None else far_scale
+        lift = lift.float().expand(q.shape[:3]).contiguous()
+    elif far_scale is not None:  # a factor on (phi_q . phi_k) ** 2 is its root on phi_q
+        phi_q = phi_q * (far_scale.float() / 2).exp().to(phi_q.dtype).unsqueeze(-1)
+    if offset is not None:
+        offset = offset.float().contiguous()
+    o, _, _, S = _forward_op(q, k, v, phi_q, phi_k, offset, lift, rule, float(normaliser))
+    return o, _with_rest(S, k, v, phi_k, _shape(q, k, v, phi_q, rule))
+
+
+@torch.no_grad()
+def _with_rest(S, k, v, phi_k, s: _Shape) -> torch.Tensor:
+    """S with the keys between the last state and the open block's window."""
+    until = max(s.T // s.C * s.C - (s.W - s.C), 0)
+    rest = slice(max(s.last * s.chunk, s.sinks), until)
+    if rest.start >= until:
+        return S
+    rows = features(phi_k[:, rest].float(), weighted=True).transpose(1, 2)
+    values = torch.cat((v[:, rest].float(), torch.ones_like(v[:, rest, :, :1], dtype=torch.float32)), -1)
+    return S + rows.transpose(-1, -2) @ values.transpose(1, 2)
