@@ -44,12 +44,23 @@ CASES = [  # B, T, HQ, H, D, E, r, block, degree, offset, normaliser
     (1, 1100, 8, 2, 128, 128, 32, 256, 4, True, 0.0),
     (1, 1100, 8, 2, 128, 128, 64, 256, 4, False, 0.0),
     (1, 2100, 2, 1, 128, 128, 16, 1024, 4, True, 0.0),
+    *((2, T, 4, 2, 64, 64, 32, 32, 0, True, 0.0, 64, 4) for T in (1, 2, 32, 33, 64, 65, 97, 300, 700)),
+    *(
+        (1, 700, 6, 2, 80, 96, 24, C, 0, True, 1.0, W, 7)
+        for C, W in ((16, 16), (48, 96), (64, 320), (256, 256))
+    ),
+    (1, 5000, 4, 2, 128, 128, 32, 32, 0, True, 0.0, 64, 4),
+    (1, 1100, 8, 2, 128, 128, 64, 128, 0, True, 0.0, 128, 0),
+    (1, 1100, 4, 2, 64, 64, 32, 64, 4, True, 0.0, 192, 3),
 ]
 QUICK = [
     *((2, T, 4, 2, 64, 64, 32, 64, 4, True, 0.0) for T in (1, 2, 63, 65, 199)),
     (1, 300, 7, 1, 80, 96, 24, 32, 8, True, 1.0),
     (1, 1100, 8, 2, 128, 128, 64, 256, 4, True, 0.0),
     (2, 18 * 64 + 7, 4, 2, 64, 64, 32, 64, 4, True, 0.0),
+    *((2, T, 4, 2, 64, 64, 32, 32, 0, True, 0.0, 64, 4) for T in (1, 2, 33, 97, 700)),
+    (1, 1100, 8, 2, 128, 128, 32, 32, 0, True, 0.0, 64, 4),
+    (1, 1100, 4, 2, 64, 64, 32, 64, 4, True, 0.0, 192, 3),
 ]
 SOFT = [32, 64, 4]  # block, window and sinks of local="softmax", as conversions have them
 MISTRAL = {"HQ": 32, "H": 8, "D": 128, "E": 128}
@@ -77,19 +88,28 @@ SHORT = WHOLE[:3]
 VARIANTS["gradients"] = VARIANTS["states"]
 
 
-def dense(q, k, v, phi_q, phi_k, offset, block, degree, normaliser):
-    """All weights at once; operands in their dtype, weights and their sums in float32 or wider."""
+def dense(q, k, v, phi_q, phi_k, offset, block, degree, normaliser, window, sinks):
+    """All weights at once; operands in their dtype, weights and their sums in float32 or wider.
+
+    Degree 0 is local="softmax", and offset then the far scale [B, T, HQ].
+    """
     T, G = q.shape[1], q.shape[2] // k.shape[2]
     wide = torch.promote_types(q.dtype, torch.float32)
     q, k, v, phi_q, phi_k = (x.transpose(1, 2) for x in (q, k, v, phi_q, phi_k))
     k, v, phi_k = (x.repeat_interleave(G, 1) for x in (k, v, phi_k))
-    near = (q @ k.mT).to(wide)
-    if offset is not None:
-        near = near + offset.to(wide)[:, None, None]
+    near, far = (q @ k.mT).to(wide), (phi_q @ phi_k.mT).to(wide) ** 2
     i = torch.arange(T, device=q.device)
-    same = (i[:, None] // block) == (i // block)
-    w = torch.where(same, near**degree, (phi_q @ phi_k.mT).to(wide) ** 2).tril()
-    o = (w.to(v.dtype) @ v).to(wide) / (w.sum(-1, keepdim=True) + normaliser)
+    exact = ((i[:, None] // block - i // block) < window // block) | (i < sinks)
+    future = i[:, None] < i
+    top = near.new_zeros(near.shape[:-1])
+    if degree == 0:
+        near = near.masked_fill(future, -torch.inf)
+        top = near.detach().amax(-1)
+        near, far = (near - top[..., None]).exp(), far * (offset.to(wide).mT - top)[..., None].exp()
+    else:
+        near = (near if offset is None else near + offset.to(wide)[:, None, None]) ** degree
+    w = torch.where(exact, near, far).tril()
+    o = (w.to(v.dtype) @ v).to(wide) / (w.sum(-1) + normaliser * (-top).exp())[..., None]
     return o.transpose(1, 2)
 
 
@@ -124,18 +144,23 @@ def grads(form, tensors, offset, do):
 
 def check(case, dtype) -> list[str]:
     """What is wrong with one case, in words."""
-    B, T, HQ, H, D, E, r, block, degree, shifted, normaliser = case
+    B, T, HQ, H, D, E, r, block, degree, shifted, normaliser, window, sinks = (*case, case[7], 0)[:13]
     tensors = inputs(B, T, HQ, H, D, E, r, dtype)
     offset = torch.rand(HQ, device="cuda") if shifted else None
+    if degree == 0:
+        offset = torch.randn(B, T, HQ, device="cuda")
     do = torch.randn(B, T, HQ, E, device="cuda").to(dtype)
 
     def oracle(q, k, v, phi_q, phi_k, shift):
-        return dense(q, k, v, phi_q, phi_k, shift, block, degree, normaliser)
+        return dense(q, k, v, phi_q, phi_k, shift, block, degree, normaliser, window, sinks)
 
     def ours(q, k, v, phi_q, phi_k, shift):
+        local = (
+            {"local": "softmax", "far_scale": shift} if degree == 0 else {"degree": degree, "offset": shift}
+        )
         return polysketch(
-            q, k, v, phi_q, phi_k, degree=degree, block=block, offset=shift, normaliser=normaliser,
-            backend="triton",
+            q, k, v, phi_q, phi_k, block=block, normaliser=normaliser, window=window, sinks=sinks,
+            backend="triton", **local,
         )[0]  # fmt: skip
 
     exact = grads(oracle, [x.double() for x in tensors], None if offset is None else offset.double(), do)
@@ -258,8 +283,8 @@ def bench(run, rep=60) -> float:
 def variants(result: dict) -> Plan:
     """Times every kernel over its tiles at 1 x 32k, and takes the fastest."""
     best = {}
-    for r in (32, 16, 64):
-        launch = runners(1, 32768, r, 256)
+    for r, soft in ((32, False), (32, True), (16, False), (64, False)):
+        launch = runners(1, 32768, r, 256, soft)
         for kernel, cuts in VARIANTS.items():
             times = {}
             for cut in cuts if r == 32 else [best[kernel]]:
@@ -268,10 +293,11 @@ def variants(result: dict) -> Plan:
                 except Exception as error:
                     times[str(tuple(cut))] = float("inf")
                     print(f"{kernel} {cut}: {type(error).__name__} {str(error)[:200]}", flush=True)
-            if r == 32:
+            if r == 32 and not soft:
                 best[kernel] = cuts[min(range(len(cuts)), key=lambda i: times[str(cuts[i])])]
-            print(f"r {r} {kernel}: " + "  ".join(f"{c} {t:.3f}" for c, t in times.items()), flush=True)
-            result[f"r {r} {kernel}"] = times
+            label = f"r {r} {'softmax ' * soft}{kernel}"
+            print(f"{label}: " + "  ".join(f"{c} {t:.3f}" for c, t in times.items()), flush=True)
+            result[label] = times
     return Plan(**{kernel: Tiles(*cut) for kernel, cut in best.items()})
 
 
@@ -294,6 +320,11 @@ def both(run, leaves) -> tuple[float, float, float]:
     return forward, bench(step, 120), peak
 
 
+def softly(leaves, scale):
+    block, window, sinks, _, _ = [*SOFT, 1, 4]
+    return polysketch(*leaves, local="softmax", block=block, window=window, sinks=sinks, far_scale=scale)[0]
+
+
 def operations(result: dict, quick: bool) -> None:
     for r, block in SHORT if quick else WHOLE:
         for B, T in LAYOUTS if (r, block) == (32, 256) and not quick else LAYOUTS[-1:]:
@@ -304,6 +335,14 @@ def operations(result: dict, quick: bool) -> None:
                 return polysketch(*leaves, block=block, offset=offset)[0]
 
             row(result, f"polysketch r {r} block {block} {B}x{T}", run, [*leaves, offset])
+        if block == WHOLE[0][1]:
+            leaves = [x.requires_grad_() for x in inputs(1, 32768, r=r, dtype=torch.bfloat16, **MISTRAL)]
+            scale = torch.randn(1, 32768, 32, device="cuda", requires_grad=True)
+
+            def soft(leaves=leaves, scale=scale):
+                return softly(leaves, scale)
+
+            row(result, f"polysketch r {r} softmax window 1x32768", soft, [*leaves, scale])
     learned_sketch(result, quick)
     if not quick:
         tensors = inputs(1, 32768, r=32, dtype=torch.bfloat16, **MISTRAL)
@@ -352,8 +391,8 @@ def learned_sketch(result: dict, quick: bool) -> None:
             leaf.requires_grad_()
 
         def ours(q=q, k=k, sketch=sketch, offset=offset, factor=factor):
-            phi_q = sketch_triton(q, sketch.query, factor=factor, last=offset)
-            return phi_q, sketch_triton(k, sketch.key, factor=None, last=1.0)
+            phi_q, _ = sketch_triton(q, sketch.query, factor=factor, last=offset)
+            return phi_q, sketch_triton(k, sketch.key, factor=None, last=1.0)[0]
 
         def plain(q=q, k=k, sketch=sketch, offset=offset, factor=factor):
             q = append(q * factor[:, None].to(q.dtype), offset.to(q.dtype))
@@ -386,10 +425,13 @@ def warm(part: int, parts: int, quick: bool, tiles: bool) -> None:
             if kind == "case":
                 check(a, b)
             elif kind == "tiles":
-                runners(1, 512, 32, 256)[a](Tiles(*b))
+                for soft in (False, True):
+                    runners(1, 512, 32, 256, soft)[a](Tiles(*b))
             else:
                 leaves = [x.requires_grad_() for x in inputs(1, 2 * b, r=a, dtype=torch.bfloat16, **MISTRAL)]
                 polysketch(*leaves, block=b, offset=torch.rand(32, device="cuda"))[0].sum().backward()
+                if b == WHOLE[0][1]:
+                    softly(leaves, torch.zeros(1, 2 * b, 32, device="cuda")).sum().backward()
         except Exception:
             continue  # the main process meets it again and says so
 

@@ -4,7 +4,9 @@ import pytest
 import torch
 
 from tolerance import assert_as_good_as
+from unsoftmax.kernels.mixer import AttentionShape
 from unsoftmax.kernels.polysketch.chunked import polysketch
+from unsoftmax.kernels.polysketch.layer import PolySketchAttention, PolySketchOptions
 from unsoftmax.kernels.polysketch.reference import polysketch_reference
 from unsoftmax.kernels.polysketch.sketch import LearnedSketch, append
 
@@ -201,28 +203,50 @@ def test_the_learned_sketch_and_every_gradient_equal_the_definition(degree, devi
         "factor": (N,),
         "last": (N,),
         "mean": (N, D),
+        "tilt": (N, D),
     }
     given = {name: torch.randn(shape, device=device) for name, shape in shapes.items()}
-    dphi = torch.randn(2, 70, N, r, device=device)
+    dphi, dlift = torch.randn(2, 70, N, r, device=device), torch.randn(2, 70, N, device=device)
     sketch = LearnedSketch(degree, D + 1, r, H)
 
-    def definition(x, maps, *, factor, last, mean):
+    def definition(x, maps, *, factor, last, mean, tilt):
+        lift = (x * tilt).sum(-1)
         x = append((x - mean) * factor[:, None], last)
-        return torch.func.functional_call(sketch, {"query": maps, "key": maps}, (x, x[:, :, :H]))[0]
+        return torch.func.functional_call(sketch, {"query": maps, "key": maps}, (x, x[:, :, :H]))[0], lift
 
     def run(form, dtype):
         leaves = {name: x.to(dtype).requires_grad_() for name, x in given.items()}
-        rest = {name: leaves[name] for name in ("factor", "last", "mean")}
-        phi = form(leaves["x"], leaves["maps"], **rest)
-        return [phi.detach(), *torch.autograd.grad(phi, list(leaves.values()), dphi.to(dtype))]
+        rest = {name: leaves[name] for name in ("factor", "last", "mean", "tilt")}
+        both = form(leaves["x"], leaves["maps"], **rest)
+        grads = torch.autograd.grad(both, list(leaves.values()), (dphi.to(dtype), dlift.to(dtype)))
+        return [*(x.detach() for x in both), *grads]
 
     results = (
         run(sketch_triton, torch.float32),
         run(definition, torch.float32),
         run(definition, torch.float64),
     )
-    for name, *three in zip(("phi", *shapes), *results):
+    for name, *three in zip(("phi", "lift", *shapes), *results):
         assert_as_good_as(name, *three)
+
+
+@pytest.mark.parametrize("local", ["softmax", "power"])
+def test_a_layer_hands_the_kernels_what_it_computes_without(local, device):
+    shape = AttentionShape(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16)
+    layer = PolySketchAttention(shape, PolySketchOptions(sketch_size=16, local=local, block=16)).to(device)
+    with torch.no_grad():
+        for parameter in layer.new_parameters().values():
+            parameter.add_(torch.randn_like(parameter), alpha=0.2)
+    q, k, v = (torch.randn(1, 40, heads, 16, device=device) for heads in (2, 1, 1))
+    found = []
+    for prepare in (layer._narrow, layer._wide):
+        (*qk, phi_q, phi_k), more = prepare(q, k)
+        o, _ = polysketch(*qk, v, phi_q, phi_k, block=16, local=local, backend="torch", **more)
+        parameters = list(layer.new_parameters().values())
+        found.append([o, *torch.autograd.grad(o.square().sum(), parameters, allow_unused=True)])
+    for ours, plain in zip(*found):
+        assert (ours is None) == (plain is None)
+        assert ours is None or (ours - plain).norm() <= 1e-4 * plain.norm()
 
 
 @pytest.mark.gpu
@@ -231,3 +255,6 @@ def test_the_learned_sketch_and_every_gradient_equal_the_definition(degree, devi
 def test_wide_grid_equals_the_definition(sizes, dtype, device):
     offset = torch.rand(sizes[2], dtype=torch.float64, device=device)
     check(sizes, dtype, device, {"offset": offset})
+    scale = torch.randn(*sizes[:3], dtype=torch.float64, device=device)
+    rule = {"local": "softmax", "window": 2 * sizes[-1], "sinks": 4}
+    check(sizes, dtype, device, {"far_scale": scale}, **rule)

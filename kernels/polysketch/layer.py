@@ -31,6 +31,11 @@ from unsoftmax.kernels.polysketch.sketch import (
     append,
 )
 
+try:
+    from unsoftmax.kernels.polysketch.triton_sketch import sketch_triton
+except ImportError:  # no triton
+    sketch_triton = None
+
 
 @dataclasses.dataclass(frozen=True)
 class PolySketchOptions(MixerOptions):
@@ -172,22 +177,17 @@ class PolySketchAttention(Mixer):
         return self.far_scale.to(q.dtype) + self.scale * (q * self.far_query.to(q.dtype)).sum(-1)
 
     def _attend(self, q, k, v, state, cu_seqlens, lengths):
-        wide_q, wide_k = (t if t.dtype == torch.float64 else t.float() for t in (q, k))
-        phi_q, phi_k = self.sketches(wide_q, wide_k)
-        if self.options.local == "softmax":
-            special = {"far_scale": self.far_factor(wide_q)}
-            wide_q = wide_q * self.scale
+        if q.is_cuda and v.dtype == torch.bfloat16:
+            tensors, special = self._narrow(q.to(v.dtype), k.to(v.dtype))
         else:
-            special = {"offset": self.offset}
-            wide_q = wide_q * (self.scale * self.sharpness.to(wide_q.dtype))[:, None]
-            wide_k = wide_k - self.key_mean.to(wide_k.dtype)
+            tensors, special = self._wide(q, k)
+        (q, k), phi = tensors[:2], tensors[2:]
         chosen = self.options
         return polysketch(
-            wide_q,
-            wide_k,
-            v.to(wide_q.dtype),
-            phi_q,
-            phi_k,
+            q,
+            k,
+            v.to(q.dtype),
+            *phi,
             degree=chosen.degree,
             block=chosen.block,
             local=chosen.local,
@@ -199,6 +199,38 @@ class PolySketchAttention(Mixer):
             lengths=lengths,
             **special,
         )
+
+    def _wide(self, q, k):
+        """q, k, their sketches and what `local` adds, in float32 at least."""
+        wide_q, wide_k = (t if t.dtype == torch.float64 else t.float() for t in (q, k))
+        phi_q, phi_k = self.sketches(wide_q, wide_k)
+        if self.options.local == "softmax":
+            special = {"far_scale": self.far_factor(wide_q)}
+            wide_q = wide_q * self.scale
+        else:
+            special = {"offset": self.offset}
+            wide_q = wide_q * (self.scale * self.sharpness.to(wide_q.dtype))[:, None]
+            wide_k = wide_k - self.key_mean.to(wide_k.dtype)
+        return (wide_q, wide_k, phi_q, phi_k), special
+
+    def _narrow(self, q, k):
+        """The same in bfloat16 on a GPU. The scale goes on k, which is smaller."""
+        soft = self.options.local == "softmax"
+        tilt = self.scale * self.far_query if soft else None
+        small = self.options.degree <= 4 and self.options.sketch_size <= 64
+        if isinstance(self.sketch, LearnedSketch) and small and sketch_triton:
+            sketch = self.sketch
+            phi_q, lift = sketch_triton(
+                q, sketch.query, factor=self.scale * self.sharpness, last=self.offset, tilt=tilt
+            )
+            phi = phi_q, sketch_triton(k, sketch.key, factor=None, last=1.0, mean=self.key_mean)[0]
+        else:
+            phi, lift = self.sketches(q, k), (q.float() * tilt).sum(-1) if soft else None
+        if soft:
+            return (q, k * self.scale, *phi), {"far_scale": self.far_scale + lift}
+        q = q * self.sharpness.to(q.dtype)[:, None]
+        k = (k - self.key_mean.to(k.dtype)) * self.scale
+        return (q, k, *phi), {"offset": self.offset}
 
 
 def _reorder(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:

@@ -3,6 +3,8 @@
     phi = (x W_0 + b_0) o (x W_1 + b_1)          x [D], W [D, r], o elementwise
     dx = g_0 W_0^T + g_1 W_1^T,  dW_m = x^T g_m,  db_m = g_m,    g_m = dphi o the other factor
 
+    lift = x . tilt                              the log of a query's far factor, on the way
+
 What a layer does to x before (a factor, a mean taken off, one more coordinate) is affine too, and is folded
 into W and b, which are small. So x is read once, and neither factors nor an appended copy reach memory.
 """
@@ -34,11 +36,13 @@ def _factor(x, W, bias, head, m, D, R, FACTORS: tl.constexpr, BD: tl.constexpr, 
 
 @triton.jit(do_not_specialize=["T"])
 def _sketch(
-    x, W, bias, phi, T,
+    x, W, bias, tilt, phi, lift, T,
     N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, FACTORS: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """phi [B, T, N, R] of x [B, T, N, D], W [N, FACTORS, D, R], bias [N, FACTORS, R] float32.
+
+    With tilt [N, D] float32 also lift [B, T, N] float32.
 
     Grid (N, tiles of BT tokens, B): heads run fastest, so that whole tokens are read together.
     """
@@ -49,6 +53,9 @@ def _sketch(
     r = tl.arange(0, BR)
     here = (token < T)[:, None]
     rows = tl.load(x + row[:, None] * D + d[None, :], mask=here & (d < D)[None, :], other=0.0)
+    if tilt is not None:
+        slope = tl.load(tilt + head * D + d, mask=d < D, other=0.0)
+        tl.store(lift + row, tl.sum(rows.to(tl.float32) * slope[None, :], 1), mask=token < T)
     product, _w = _factor(rows, W, bias, head, 0, D, R, FACTORS, BD, BR)
     if FACTORS == 2:
         other, _w = _factor(rows, W, bias, head, 1, D, R, FACTORS, BD, BR)
@@ -59,11 +66,11 @@ def _sketch(
 
 @triton.jit(do_not_specialize=["T", "steps"])
 def _sketch_backward(
-    x, W, bias, dphi, dx, dW, dbias, T, steps,
+    x, W, bias, tilt, dphi, dlift, dx, dW, dbias, dtilt, T, steps,
     N: tl.constexpr, D: tl.constexpr, R: tl.constexpr, FACTORS: tl.constexpr,
     BT: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """dx, and the sums of dW [B, parts, N, FACTORS, D, R] and dbias [B, parts, N, FACTORS, R], float32.
+    """dx, and sums over parts in float32: dW [B, parts, N, FACTORS, D, R], and dbias and dtilt alike.
 
     Grid (N, parts of steps tiles of BT tokens, B).
     """
@@ -76,6 +83,7 @@ def _sketch_backward(
     sum1 = tl.zeros((BD, BR), tl.float32)
     bias0 = tl.zeros((BR,), tl.float32)
     bias1 = tl.zeros((BR,), tl.float32)
+    slopes = tl.zeros((BD,), tl.float32)
     for step in range(steps):
         token = (part * steps + step) * BT + tl.arange(0, BT)
         row = (batch * T + token) * N + head
@@ -100,10 +108,18 @@ def _sketch_backward(
         g0 = g0.to(rows.dtype)
         grad = tl.dot(g0, tl.trans(w0), grad, input_precision=EXACT)
         sum0 = tl.dot(tl.trans(rows), g0, sum0, input_precision=EXACT)
+        if tilt is not None:
+            climb = tl.load(dlift + row, mask=token < T, other=0.0)
+            slope = tl.load(tilt + head * D + d, mask=d < D, other=0.0)
+            grad += climb[:, None] * slope[None, :]
+            slopes += tl.sum(climb[:, None] * rows.to(tl.float32), 0)
         tl.store(
             dx + row[:, None] * D + d[None, :], grad.to(dx.dtype.element_ty), mask=here & (d < D)[None, :]
         )
-    slot = ((batch * tl.num_programs(1) + part) * N + head) * FACTORS
+    slot = (batch * tl.num_programs(1) + part) * N + head
+    if tilt is not None:
+        tl.store(dtilt + slot * D + d, slopes, mask=d < D)
+    slot = slot * FACTORS
     inside = (d < D)[:, None] & (r < R)[None, :]
     tl.store(dW + (slot * D + d[:, None]) * R + r[None, :], sum0, mask=inside)
     tl.store(dbias + slot * R + r, bias0, mask=r < R)
@@ -123,40 +139,54 @@ def _options(x: torch.Tensor, W: torch.Tensor, backward: bool = False) -> dict:
 
 
 @torch.library.custom_op(f"{OPS}::forward", mutates_args=())
-def _sketch_op(x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor) -> torch.Tensor:
+def _sketch_op(
+    x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor, tilt: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     B, T, N, _ = x.shape
     phi, options = torch.empty(B, T, N, W.shape[-1], dtype=x.dtype, device=x.device), _options(x, W)
-    _sketch[(N, triton.cdiv(T, options["BT"]), B)](x, W, bias, phi, T, **options)
-    return phi
+    lift = x.new_empty((0,) if tilt is None else (B, T, N), dtype=torch.float32)
+    _sketch[(N, triton.cdiv(T, options["BT"]), B)](x, W, bias, tilt, phi, lift, T, **options)
+    return phi, lift
 
 
 @_sketch_op.register_fake
-def _(x, W, bias):
-    return x.new_empty(*x.shape[:3], W.shape[-1])
+def _(x, W, bias, tilt):
+    lift = x.new_empty((0,) if tilt is None else x.shape[:3], dtype=torch.float32)
+    return x.new_empty(*x.shape[:3], W.shape[-1]), lift
 
 
 @torch.library.custom_op(f"{OPS}::backward", mutates_args=())
 def _sketch_backward_op(
-    x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor, dphi: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    x: torch.Tensor, W: torch.Tensor, bias: torch.Tensor, tilt: torch.Tensor | None,
+    dphi: torch.Tensor, dlift: torch.Tensor | None,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     B, T, N, _ = x.shape
     options = _options(x, W, backward=True)
     tiles = triton.cdiv(T, options["BT"])
     steps = max(1, min(32, tiles * B * N // 1024))  # some 1,000 programs, or parts of 32 tiles
     parts = triton.cdiv(tiles, steps)
-    dW = torch.empty(B, parts, *W.shape, dtype=torch.float32, device=x.device)
-    dbias, dx = torch.empty(B, parts, *bias.shape, dtype=torch.float32, device=x.device), torch.empty_like(x)
-    _sketch_backward[(N, parts, B)](x, W, bias, dphi, dx, dW, dbias, T, steps, **options)
-    return dx, dW.sum((0, 1)).to(W.dtype), dbias.sum((0, 1))
+    dx = torch.empty_like(x)
+    dW, dbias, dtilt = (
+        x.new_empty((0,) if like is None else (B, parts, *like.shape), dtype=torch.float32)
+        for like in (W, bias, tilt)
+    )
+    _sketch_backward[(N, parts, B)](x, W, bias, tilt, dphi, dlift, dx, dW, dbias, dtilt, T, steps, **options)
+    if tilt is not None:
+        dtilt = dtilt.sum((0, 1))
+    return dx, dW.sum((0, 1)).to(W.dtype), dbias.sum((0, 1)), dtilt
 
 
 @_sketch_backward_op.register_fake
-def _(x, W, bias, dphi):
-    return torch.empty_like(x), torch.empty_like(W), torch.empty_like(bias)
+def _(x, W, bias, tilt, dphi, dlift):
+    dtilt = bias.new_empty(0) if tilt is None else torch.empty_like(tilt)
+    return torch.empty_like(x), torch.empty_like(W), torch.empty_like(bias), dtilt
 
 
-def _gradients(ctx, dphi):
-    return _sketch_backward_op(*ctx.saved_tensors, dphi.contiguous())
+def _gradients(ctx, dphi, dlift):
+    tilt = ctx.saved_tensors[3]
+    dlift = None if tilt is None else dlift.contiguous()
+    *grads, dtilt = _sketch_backward_op(*ctx.saved_tensors, dphi.contiguous(), dlift)
+    return *grads, None if tilt is None else dtilt
 
 
 _sketch_op.register_autograd(
@@ -166,17 +196,17 @@ _sketch_op.register_autograd(
 
 def sketch_triton(
     x: torch.Tensor, maps: torch.Tensor, *, factor: torch.Tensor | None, last: torch.Tensor | float,
-    mean: torch.Tensor | None = None,
-) -> torch.Tensor:  # fmt: skip
-    """The learned sketch of (x - mean) factor with one more coordinate, last.
+    mean: torch.Tensor | None = None, tilt: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
+    """The learned sketch of (x - mean) factor with one more coordinate, last; and x . tilt.
 
     Args:
         x: [B, T, N, D], bfloat16 or float32.
         maps: [H, 1 or 2, D + 1, r], r at most 64; N is a multiple of H.
-        factor: [N] or None. last: [N] or one number. mean: [N, D] or None.
+        factor: [N] or None. last: [N] or one number. mean, tilt: [N, D] or None.
 
     Returns:
-        phi [B, T, N, r] in x's dtype.
+        phi [B, T, N, r] in x's dtype, and x . tilt [B, T, N] float32 if asked for.
     """
     N = x.shape[2]
     maps = maps.float().repeat_interleave(N // len(maps), 0)
@@ -184,4 +214,6 @@ def sketch_triton(
     bias = maps[:, :, -1] * torch.as_tensor(last, dtype=torch.float32, device=x.device).view(-1, 1, 1)
     if mean is not None:
         bias = bias - torch.einsum("nd,nmdr->nmr", mean.float(), W)
-    return _sketch_op(x.contiguous(), W.to(x.dtype).contiguous(), bias.contiguous())
+    tilt = None if tilt is None else tilt.float().contiguous()
+    phi, lift = _sketch_op(x.contiguous(), W.to(x.dtype).contiguous(), bias.contiguous(), tilt)
+    return phi, None if tilt is None else lift
