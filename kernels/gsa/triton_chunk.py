@@ -26,8 +26,8 @@ Two ways to hold e^{G_i - G_j}: the two factors above, each an operand of a matr
 lower than -10 for pairs (bfloat16; what an overwrite leaves behind is 4.5e-5, below its rounding; h_t is put
 right by e^{log_gate + 10}); or EXACT, token by token, as products of gates (float32 and float16).
 
-All reads of q happen with the whole query group stacked: GR heads x 16 tokens are the rows of a product, and
-slots, gates and their factors exist once a key/value head. State buffers are [segments, H, size, M].
+GR query heads x 16 tokens are the rows of a product; slots, gates and their factors exist once a key/value
+head. State buffers are [segments, H, size, M].
 Nothing of a later token enters an earlier result; segments and blocks start with the document.
 """
 
@@ -43,6 +43,7 @@ except ImportError as error:
 
 C = 16  # tokens of a block, everywhere below
 SEGMENT = 128
+HEADS = 2  # query heads read at a time: their 32 rows keep registers, and products, small
 SCRATCH_BYTES = 128 << 20  # slots of each block while backward runs: launches are cut to fit
 
 
@@ -58,6 +59,21 @@ def _expm1(x):
 @triton.jit
 def _dot(a, b, DT: tl.constexpr, PREC: tl.constexpr):
     return tl.dot(a.to(DT), b.to(DT), input_precision=PREC)
+
+
+@triton.jit
+def _outer(x, w, X: tl.constexpr, M: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr):
+    """x^T w of x [n, X], w [n, M], as [X / 16, 16, M]: the form in which slots are held.
+
+    A product in slices keeps to mma.sync: wgmma, which a result of 64 rows or more would be given, reads
+    outside its shared memory in kernels of many small products (triton issues 10486, 11366).
+    """
+    n: tl.constexpr = x.shape[0]
+    xT = tl.trans(x)
+    if EXACT:
+        return tl.reshape(_dot(xT, w, DT, PREC), (X // 16, 16, M))
+    slices = tl.reshape(xT, (X // 16, 16, n))
+    return _dot(slices, tl.broadcast_to(w.to(DT)[None, :, :], (X // 16, n, M)), DT, PREC)
 
 
 @triton.jit
@@ -215,11 +231,17 @@ def _read_grad(p, u, z, iz, dp, MASS: tl.constexpr):
     return du, dz
 
 
+@triton.jit
+def _slots(X: tl.constexpr):
+    """Rows of slots held as [X / 16, 16, M]."""
+    return (tl.arange(0, X // 16) * 16)[:, None, None] + tl.arange(0, 16)[None, :, None]
+
+
 @triton.jit(do_not_specialize=["T", "H"])
 def _own_state(
     x_ptr, g_ptr, own_ptr, total_ptr, seg_start, seg_end, T, H, X, slots,
     SEG: tl.constexpr, XP: tl.constexpr, M: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
-    PACKED: tl.constexpr,
+    EXACT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H). What a segment alone writes into empty slots [X, M] and its total log_gate [M]."""
     seg, h = tl.program_id(0) // H, tl.program_id(0) % H
@@ -229,20 +251,21 @@ def _own_state(
     g_ptr += a * H * slots + h * slots
     x_ptr += (a * H + h) * X
     step = H * slots
-    S = tl.zeros((XP, M), tl.float32)
+    S = tl.zeros((XP // 16, 16, M), tl.float32)
     total = tl.zeros((M,), tl.float32)
     for at in range(0, b, 16):
         row = at + t
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
         w = -_expm1(g) * _left(g_ptr, row, at + 15, b, step, m, m_ok)
-        where = row[None, :] * (H * X) + x[:, None]
-        xt = tl.load(x_ptr + where, mask=x_ok[:, None] & (row < b)[None, :], other=0.0)
+        where = row[:, None] * (H * X) + x[None, :]
+        tile = tl.load(x_ptr + where, mask=x_ok[None, :] & (row < b)[:, None], other=0.0)
         gone = tl.sum(g, 0)
-        S = S * tl.exp(gone)[None, :] + _dot(xt, w, DT, PREC)
+        S = S * tl.exp(gone)[None, None, :] + _outer(tile, w, XP, M, DT, PREC, EXACT)
         total += gone
     base = tl.program_id(0).to(tl.int64)
-    ok = x_ok[:, None] & m_ok[None, :]
-    tl.store(own_ptr + base * X * slots + x[:, None] * slots + m[None, :], S, mask=ok)
+    at_x, at_m = _slots(XP), m[None, None, :]
+    ok = (at_x < X) & m_ok[None, None, :]
+    tl.store(own_ptr + base * X * slots + at_x * slots + at_m, S, mask=ok)
     tl.store(total_ptr + base * slots + m, total, mask=m_ok)
 
 
@@ -302,19 +325,19 @@ def _forward(
 ):  # fmt: skip
     """Grid (segments * H). Reads q, k, v, log_gate and the slots before the segment; writes o.
 
-    Slots K [D, M] and V [M, E] live in registers, float32, along the segment.
+    Slots K [D, M] and V [E, M] live in registers, float32, along the segment; GR heads are read at a time.
     """
     pid = tl.program_id(0).to(tl.int64)
     seg, h = pid // H, pid % H
     a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
     t, m, d, e = tl.arange(0, 16), tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
     r = tl.arange(0, GR * 16)
-    head, i = r // 16, r % 16
+    i = r % 16
     m_ok, d_ok, e_ok = m < slots, d < D, e < E
-    K = tl.load(k0_ptr + pid * D * slots + d[:, None] * slots + m[None, :],
-                mask=d_ok[:, None] & m_ok[None, :], other=0.0).to(tl.float32)  # fmt: skip
-    V = tl.load(v0_ptr + pid * E * slots + e[None, :] * slots + m[:, None],
-                mask=e_ok[None, :] & m_ok[:, None], other=0.0).to(tl.float32)  # fmt: skip
+    k_row, v_row, at_m = _slots(DP), _slots(EP), m[None, None, :]
+    dm_ok, em_ok = (k_row < D) & (at_m < slots), (v_row < E) & (at_m < slots)
+    K = tl.load(k0_ptr + pid * D * slots + k_row * slots + at_m, mask=dm_ok, other=0.0).to(tl.float32)
+    V = tl.load(v0_ptr + pid * E * slots + v_row * slots + at_m, mask=em_ok, other=0.0).to(tl.float32)
     kept = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
     g_ptr += a * H * slots + h * slots
     q_ptr += (a * H + h) * G * D
@@ -326,41 +349,46 @@ def _forward(
     for at in range(0, b, 16):
         row = at + t
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
-        q_row = (at + i) * (H * G) + head
-        r_ok = (head < G) & (at + i < b)
-        q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
-        kT = tl.load(k_ptr + row[None, :] * (H * D) + d[:, None],
-                     mask=(row < b)[None, :] & d_ok[:, None], other=0.0)  # fmt: skip
+        k = tl.load(k_ptr + row[:, None] * (H * D) + d[None, :],
+                    mask=(row < b)[:, None] & d_ok[None, :], other=0.0)  # fmt: skip
         v = tl.load(v_ptr + row[:, None] * (H * E) + e[None, :],
                     mask=(row < b)[:, None] & e_ok[None, :], other=0.0)  # fmt: skip
         s = -_expm1(g)
-        A = tl.where(causal, _dot(q, kT, DT, PREC), 0.0)
-        z, iz = _mass(kept[None, :] + tl.cumsum(g, 0))
-        z, iz = _rows(z, GR, M), _rows(iz, GR, M)
-        decay = _rows(tl.exp(tl.cumsum(g, 0)), GR, M)
+        sums = tl.cumsum(g, 0)
+        z1, iz1 = _mass(kept[None, :] + sums)
+        decay1 = tl.exp(sums)
         keep = tl.exp(tl.sum(g, 0))
         if EXACT:
-            inner = _spread(A, g_ptr, at, b, step, m, m_ok, GR, M)
             w = s * _left(g_ptr, row, at + 15, b, step, m, m_ok)
         else:
             c = tl.maximum(g, -10.0)
-            L = tl.cumsum(c, 0)
-            near, anti = _factors(c, t)
-            total = tl.sum(c, 0)
-            near = _rows(near, GR, M)
+            near1, anti = _factors(c, t)
             col = (s * anti).to(DT)
-            w = s * tl.exp(tl.minimum(total[None, :] - L, 0.0))
-            inner = near * _dot(A, col, DT, PREC)
-        U = scale * (decay * _dot(q, K, DT, PREC) + inner)
-        P = _read(U, z, iz, m_ok, MASS)
-        if EXACT:
-            Bm = _gather(P, g_ptr, at, b, step, m, m_ok, GR, M)
-        else:
-            Bm = tl.where(causal, _dot(P * near, tl.trans(col), DT, PREC), 0.0)
-        O = _dot(P * decay, V, DT, PREC) + _dot(Bm, v, DT, PREC)
-        tl.store(o_ptr + q_row[:, None] * E + e[None, :], O, mask=r_ok[:, None] & e_ok[None, :])
-        K = K * keep[None, :] + _dot(kT, w, DT, PREC)
-        V = V * keep[:, None] + _dot(tl.trans(w), v, DT, PREC)
+            w = s * tl.exp(tl.minimum(tl.sum(c, 0)[None, :] - tl.cumsum(c, 0), 0.0))
+        K0 = tl.reshape(K.to(DT), (DP, M))
+        V0 = tl.trans(tl.reshape(V.to(DT), (EP, M)))
+        for some in range(0, G, GR):
+            head = some + r // 16
+            q_row = (at + i) * (H * G) + head
+            r_ok = (head < G) & (at + i < b)
+            q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
+            A = tl.where(causal, _dot(q, tl.trans(k), DT, PREC), 0.0)
+            decay = _rows(decay1, GR, M)
+            if EXACT:
+                inner = _spread(A, g_ptr, at, b, step, m, m_ok, GR, M)
+            else:
+                near = _rows(near1, GR, M)
+                inner = near * _dot(A, col, DT, PREC)
+            U = scale * (decay * _dot(q, K0, DT, PREC) + inner)
+            P = _read(U, _rows(z1, GR, M), _rows(iz1, GR, M), m_ok, MASS)
+            if EXACT:
+                Bm = _gather(P, g_ptr, at, b, step, m, m_ok, GR, M)
+            else:
+                Bm = tl.where(causal, _dot(P * near, tl.trans(col), DT, PREC), 0.0)
+            O = _dot(P * decay, V0, DT, PREC) + _dot(Bm, v, DT, PREC)
+            tl.store(o_ptr + q_row[:, None] * E + e[None, :], O, mask=r_ok[:, None] & e_ok[None, :])
+        K = K * keep[None, None, :] + _outer(k, w, DP, M, DT, PREC, EXACT)
+        V = V * keep[None, None, :] + _outer(v, w, EP, M, DT, PREC, EXACT)
         kept += tl.sum(g, 0)
 
 
@@ -381,16 +409,17 @@ def _backward_reads(
     a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
     t, m, d, e = tl.arange(0, 16), tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
     r = tl.arange(0, GR * 16)
-    head, i = r // 16, r % 16
+    i = r % 16
     m_ok, d_ok, e_ok = m < slots, d < D, e < E
-    k_spot = pid * D * slots + d[:, None] * slots + m[None, :]
-    v_spot = pid * E * slots + e[:, None] * slots + m[None, :]
-    dm_ok, em_ok = d_ok[:, None] & m_ok[None, :], e_ok[:, None] & m_ok[None, :]
+    k_row, v_row, at_m = _slots(DP), _slots(EP), m[None, None, :]
+    k_spot = pid * D * slots + k_row * slots + at_m
+    v_spot = pid * E * slots + v_row * slots + at_m
+    dm_ok, em_ok = (k_row < D) & (at_m < slots), (v_row < E) & (at_m < slots)
     K = tl.load(k0_ptr + k_spot, mask=dm_ok, other=0.0).to(tl.float32)
     V = tl.load(v0_ptr + v_spot, mask=em_ok, other=0.0).to(tl.float32)
     start = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
-    dK = tl.zeros((DP, M), tl.float32)
-    dV = tl.zeros((EP, M), tl.float32)
+    dK = tl.zeros((DP // 16, 16, M), tl.float32)
+    dV = tl.zeros((EP // 16, 16, M), tl.float32)
     dgamma = tl.zeros((M,), tl.float32)
     passed = tl.zeros((M,), tl.float32)  # log_gate since the segment began
     g_ptr += a * H * slots + h * slots
@@ -403,49 +432,53 @@ def _backward_reads(
     for at in range(0, b, 16):
         row = at + t
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
-        q_row = (at + i) * (H * G) + head
-        r_ok = (head < G) & (at + i < b)
-        q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
-        do = tl.load(do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0)
-        kT = tl.load(k_ptr + row[None, :] * (H * D) + d[:, None],
-                     mask=(row < b)[None, :] & d_ok[:, None], other=0.0)  # fmt: skip
-        vT = tl.load(v_ptr + row[None, :] * (H * E) + e[:, None],
-                     mask=(row < b)[None, :] & e_ok[:, None], other=0.0)  # fmt: skip
+        k = tl.load(k_ptr + row[:, None] * (H * D) + d[None, :],
+                    mask=(row < b)[:, None] & d_ok[None, :], other=0.0)  # fmt: skip
+        v = tl.load(v_ptr + row[:, None] * (H * E) + e[None, :],
+                    mask=(row < b)[:, None] & e_ok[None, :], other=0.0)  # fmt: skip
         s = -_expm1(g)
-        A = tl.where(causal, _dot(q, kT, DT, PREC), 0.0)
-        dB = tl.where(causal, _dot(do, vT, DT, PREC), 0.0)
-        gamma = start[None, :] + (passed[None, :] + tl.cumsum(g, 0))
-        z, iz = _mass(gamma)
-        z, iz = _rows(z, GR, M), _rows(iz, GR, M)
-        decay = _rows(tl.exp(tl.cumsum(g, 0)), GR, M)
+        sums = tl.cumsum(g, 0)
+        gamma = start[None, :] + (passed[None, :] + sums)
+        z1, iz1 = _mass(gamma)
+        decay1 = tl.exp(sums)
+        reach1 = decay1 * tl.exp(passed)[None, :]
         keep = tl.exp(tl.sum(g, 0))
         if EXACT:
-            inner = _spread(A, g_ptr, at, b, step, m, m_ok, GR, M)
-            dinner = _spread(dB, g_ptr, at, b, step, m, m_ok, GR, M)
             w = s * _left(g_ptr, row, at + 15, b, step, m, m_ok)
         else:
             c = tl.maximum(g, -10.0)
-            L = tl.cumsum(c, 0)
-            near, anti = _factors(c, t)
-            total = tl.sum(c, 0)
-            near = _rows(near, GR, M)
+            near1, anti = _factors(c, t)
             col = (s * anti).to(DT)
-            w = s * tl.exp(tl.minimum(total[None, :] - L, 0.0))
-            inner = near * _dot(A, col, DT, PREC)
-            dinner = near * _dot(dB, col, DT, PREC)
-        U = scale * (decay * _dot(q, K, DT, PREC) + inner)
-        P = _read(U, z, iz, m_ok, MASS)
-        dP = decay * _dot(do, V, DT, PREC) + dinner
-        dU, dz = _read_grad(P, U, z, iz, dP, MASS)
-        reach = decay * tl.exp(passed)[None, :]
-        qT = tl.trans(q)
-        doT = tl.trans(do)
-        dK += _dot(qT, scale * dU * reach, DT, PREC)
-        dV += _dot(doT, P * reach, DT, PREC)
-        if MASS:
-            dgamma -= tl.sum(_tokens(dz, GR, M) * tl.exp(gamma), 0)
-        K = K * keep[None, :] + _dot(kT, w, DT, PREC)
-        V = V * keep[None, :] + _dot(vT, w, DT, PREC)
+            w = s * tl.exp(tl.minimum(tl.sum(c, 0)[None, :] - tl.cumsum(c, 0), 0.0))
+        K0 = tl.reshape(K.to(DT), (DP, M))
+        V0 = tl.reshape(V.to(DT), (EP, M))
+        for some in range(0, G, GR):
+            head = some + r // 16
+            q_row = (at + i) * (H * G) + head
+            r_ok = (head < G) & (at + i < b)
+            q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
+            do = tl.load(do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0)
+            A = tl.where(causal, _dot(q, tl.trans(k), DT, PREC), 0.0)
+            dB = tl.where(causal, _dot(do, tl.trans(v), DT, PREC), 0.0)
+            z, iz, decay = _rows(z1, GR, M), _rows(iz1, GR, M), _rows(decay1, GR, M)
+            if EXACT:
+                inner = _spread(A, g_ptr, at, b, step, m, m_ok, GR, M)
+                dinner = _spread(dB, g_ptr, at, b, step, m, m_ok, GR, M)
+            else:
+                near = _rows(near1, GR, M)
+                inner = near * _dot(A, col, DT, PREC)
+                dinner = near * _dot(dB, col, DT, PREC)
+            U = scale * (decay * _dot(q, K0, DT, PREC) + inner)
+            P = _read(U, z, iz, m_ok, MASS)
+            dP = decay * _dot(do, V0, DT, PREC) + dinner
+            dU, dz = _read_grad(P, U, z, iz, dP, MASS)
+            reach = _rows(reach1, GR, M)
+            dK += _outer(q, scale * dU * reach, DP, M, DT, PREC, EXACT)
+            dV += _outer(do, P * reach, EP, M, DT, PREC, EXACT)
+            if MASS:
+                dgamma -= tl.sum(_tokens(dz, GR, M) * tl.exp(gamma), 0)
+        K = K * keep[None, None, :] + _outer(k, w, DP, M, DT, PREC, EXACT)
+        V = V * keep[None, None, :] + _outer(v, w, EP, M, DT, PREC, EXACT)
         passed += tl.sum(g, 0)
     tl.store(dk0_ptr + k_spot, dK, mask=dm_ok)
     tl.store(dv0_ptr + v_spot, dV, mask=em_ok)
@@ -471,11 +504,13 @@ def _backward(
     a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
     t, m, d, e = tl.arange(0, 16), tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
     r = tl.arange(0, GR * 16)
-    head, i = r // 16, r % 16
+    i = r % 16
     m_ok, d_ok, e_ok = m < slots, d < D, e < E
-    k_tile = d[:, None] * slots + m[None, :]
-    v_tile = e[:, None] * slots + m[None, :]
-    dm_ok, em_ok = d_ok[:, None] & m_ok[None, :], e_ok[:, None] & m_ok[None, :]
+    k_row, v_row, at_m = _slots(DP), _slots(EP), m[None, None, :]
+    k_tile, v_tile = k_row * slots + at_m, v_row * slots + at_m
+    dm_ok, em_ok = (k_row < D) & (at_m < slots), (v_row < E) & (at_m < slots)
+    k_flat, v_flat = d[:, None] * slots + m[None, :], e[:, None] * slots + m[None, :]
+    k_flat_ok, v_flat_ok = d_ok[:, None] & m_ok[None, :], e_ok[:, None] & m_ok[None, :]
     sk_ptr += local * (SEG // 16) * D * slots
     sv_ptr += local * (SEG // 16) * E * slots
     sg_ptr += local * (SEG // 16) * slots
@@ -500,15 +535,15 @@ def _backward(
         at = n * 16
         row = at + t
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
-        kT = tl.load(k_ptr + row[None, :] * (H * D) + d[:, None],
-                     mask=(row < b)[None, :] & d_ok[:, None], other=0.0)  # fmt: skip
-        vT = tl.load(v_ptr + row[None, :] * (H * E) + e[:, None],
-                     mask=(row < b)[None, :] & e_ok[:, None], other=0.0)  # fmt: skip
+        k = tl.load(k_ptr + row[:, None] * (H * D) + d[None, :],
+                    mask=(row < b)[:, None] & d_ok[None, :], other=0.0)  # fmt: skip
+        v = tl.load(v_ptr + row[:, None] * (H * E) + e[None, :],
+                    mask=(row < b)[:, None] & e_ok[None, :], other=0.0)  # fmt: skip
         w = -_expm1(g) * _left(g_ptr, row, at + 15, b, step, m, m_ok)
         gone = tl.sum(g, 0)
         keep = tl.exp(gone)
-        K = K * keep[None, :] + _dot(kT, w, DT, PREC)
-        V = V * keep[None, :] + _dot(vT, w, DT, PREC)
+        K = K * keep[None, None, :] + _outer(k, w, DP, M, DT, PREC, EXACT)
+        V = V * keep[None, None, :] + _outer(v, w, EP, M, DT, PREC, EXACT)
         kept += gone
     tl.debug_barrier()
 
@@ -523,93 +558,106 @@ def _backward(
         row = at + t
         row_ok = row < b
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
-        q_row = (at + i) * (H * G) + head
-        r_ok = (head < G) & (at + i < b)
-        q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
-        do = tl.load(do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0)
-        kT = tl.load(k_ptr + row[None, :] * (H * D) + d[:, None],
-                     mask=row_ok[None, :] & d_ok[:, None], other=0.0)  # fmt: skip
-        vT = tl.load(v_ptr + row[None, :] * (H * E) + e[:, None],
-                     mask=row_ok[None, :] & e_ok[:, None], other=0.0)  # fmt: skip
-        K0 = tl.load(sk_ptr + n * D * slots + k_tile, mask=dm_ok, other=0.0)
-        V0 = tl.load(sv_ptr + n * E * slots + v_tile, mask=em_ok, other=0.0)
+        k = tl.load(k_ptr + row[:, None] * (H * D) + d[None, :],
+                    mask=row_ok[:, None] & d_ok[None, :], other=0.0)  # fmt: skip
+        v = tl.load(v_ptr + row[:, None] * (H * E) + e[None, :],
+                    mask=row_ok[:, None] & e_ok[None, :], other=0.0)  # fmt: skip
         kept0 = tl.load(sg_ptr + n * slots + m, mask=m_ok, other=0.0)
         s = -_expm1(g)
-        A = tl.where(causal, _dot(q, kT, DT, PREC), 0.0)
-        dB = tl.where(causal, _dot(do, vT, DT, PREC), 0.0)
-        gamma = kept0[None, :] + tl.cumsum(g, 0)
-        z, iz = _mass(gamma)
-        z, iz = _rows(z, GR, M), _rows(iz, GR, M)
-        decay = _rows(tl.exp(tl.cumsum(g, 0)), GR, M)
+        sums = tl.cumsum(g, 0)
+        gamma = kept0[None, :] + sums
+        z1, iz1 = _mass(gamma)
+        decay1 = tl.exp(sums)
         keep = tl.exp(tl.sum(g, 0))
-        if EXACT:
-            inner = _spread(A, g_ptr, at, b, step, m, m_ok, GR, M)
-            dinner = _spread(dB, g_ptr, at, b, step, m, m_ok, GR, M)
-        else:
-            A = A.to(DT)
-            dB = dB.to(DT)
+        if not EXACT:
             c = tl.maximum(g, -10.0)
-            near, anti = _factors(c, t)
-            near = _rows(near, GR, M)
+            near1, anti = _factors(c, t)
             col = (s * anti).to(DT)
-            inner = _dot(A, col, DT, PREC)  # without near, which its gradients below put on
-            dinner = _dot(dB, col, DT, PREC)
-        left = _left(g_ptr, row, at + 15, b, step, m, m_ok)
-        read_k = decay * _dot(q, K0, DT, PREC)
-        read_v = decay * _dot(do, V0, DT, PREC)
-        if EXACT:
-            U = scale * (read_k + inner)
-            dP = read_v + dinner
-        else:
-            U = scale * (read_k + near * inner)
-            dP = read_v + near * dinner
-        P = _read(U, z, iz, m_ok, MASS)
-        dU, dz = _read_grad(P, U, z, iz, dP, MASS)
-        dU = dU * scale
-        paths = tl.cumsum(_tokens(P * read_v + dU * read_k, GR, M), 0, reverse=True)
-        if EXACT:
-            Bm = _gather(P, g_ptr, at, b, step, m, m_ok, GR, M)
-            dA = _gather(dU, g_ptr, at, b, step, m, m_ok, GR, M)
-            ds, h_in = _pair_grads(A, dB, P, dU, g_ptr, at, b, step, m, m_ok, GR, M)
-            paths += h_in
-        else:
-            Pn = (P * near).to(DT)
-            dUn = (dU * near).to(DT)
-            Bm = tl.where(causal, _dot(Pn, tl.trans(col), DT, PREC), 0.0)
-            dA = tl.where(causal, _dot(dUn, tl.trans(col), DT, PREC), 0.0)
-            dcol = _dot(tl.trans(dB), Pn, DT, PREC) + _dot(tl.trans(A), dUn, DT, PREC)
-            ds = dcol * anti
-            by_row = _tokens(Pn.to(tl.float32) * dinner + dUn.to(tl.float32) * inner, GR, M)
-            paths += tl.exp(g - c) * tl.cumsum(by_row - dcol * col.to(tl.float32), 0, reverse=True)
 
         # what reaches the slots after the block
+        left = _left(g_ptr, row, at + 15, b, step, m, m_ok)
         w = s * left
-        asked = _dot(tl.trans(kT), dK, DT, PREC) + _dot(tl.trans(vT), dV, DT, PREC)  # [16, M]
-        ds += left * asked
-        paths += tl.dot(before, w * asked, input_precision="ieee")
-        kept_on = tl.sum(K0.to(tl.float32) * dK, 0) + tl.sum(V0.to(tl.float32) * dV, 0)
+        flat_dK = tl.reshape(dK.to(DT), (DP, M))
+        flat_dV = tl.reshape(dV.to(DT), (EP, M))
+        asked = _dot(k, flat_dK, DT, PREC) + _dot(v, flat_dV, DT, PREC)  # [16, M]
+        ds = left * asked
+        paths = tl.dot(before, w * asked, input_precision="ieee")
+        K3 = tl.load(sk_ptr + n * D * slots + k_tile, mask=dm_ok, other=0.0).to(tl.float32)
+        V3 = tl.load(sv_ptr + n * E * slots + v_tile, mask=em_ok, other=0.0).to(tl.float32)
+        kept_on = tl.sum(tl.sum(K3 * dK, 0), 0) + tl.sum(tl.sum(V3 * dV, 0), 0)
         paths += (keep * kept_on)[None, :]
+        dk = _dot(w, tl.trans(flat_dK), DT, PREC)
+        dv = _dot(w, tl.trans(flat_dV), DT, PREC)
+        dK = dK * keep[None, None, :]
+        dV = dV * keep[None, None, :]
 
+        K0 = tl.load(sk_ptr + n * D * slots + k_flat, mask=k_flat_ok, other=0.0)
+        V0 = tl.load(sv_ptr + n * E * slots + v_flat, mask=v_flat_ok, other=0.0)
+        walked = tl.zeros((16, M), tl.float32)  # over reads
+        paired = tl.zeros((16, M), tl.float32)  # over rows of pairs
+        dcol = tl.zeros((16, M), tl.float32)  # over columns of pairs
+        drift = tl.zeros((16, M), tl.float32)
+        for some in range(0, G, GR):
+            head = some + r // 16
+            q_row = (at + i) * (H * G) + head
+            r_ok = (head < G) & (at + i < b)
+            q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
+            do = tl.load(do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0)
+            A = tl.where(causal, _dot(q, tl.trans(k), DT, PREC), 0.0)
+            dB = tl.where(causal, _dot(do, tl.trans(v), DT, PREC), 0.0)
+            z, iz, decay = _rows(z1, GR, M), _rows(iz1, GR, M), _rows(decay1, GR, M)
+            read_k = decay * _dot(q, K0, DT, PREC)
+            read_v = decay * _dot(do, V0, DT, PREC)
+            if EXACT:
+                U = scale * (read_k + _spread(A, g_ptr, at, b, step, m, m_ok, GR, M))
+                dP = read_v + _spread(dB, g_ptr, at, b, step, m, m_ok, GR, M)
+            else:
+                A = A.to(DT)
+                dB = dB.to(DT)
+                near = _rows(near1, GR, M)
+                inner = _dot(A, col, DT, PREC)  # without near, which its gradients below put on
+                dinner = _dot(dB, col, DT, PREC)
+                U = scale * (read_k + near * inner)
+                dP = read_v + near * dinner
+            P = _read(U, z, iz, m_ok, MASS)
+            dU, dz = _read_grad(P, U, z, iz, dP, MASS)
+            dU = dU * scale
+            walked += _tokens(P * read_v + dU * read_k, GR, M)
+            if MASS:
+                drift += _tokens(dz, GR, M)
+            if EXACT:
+                Bm = _gather(P, g_ptr, at, b, step, m, m_ok, GR, M)
+                dA = _gather(dU, g_ptr, at, b, step, m, m_ok, GR, M)
+                ds_in, h_in = _pair_grads(A, dB, P, dU, g_ptr, at, b, step, m, m_ok, GR, M)
+                ds += ds_in
+                paths += h_in
+            else:
+                Pn = (P * near).to(DT)
+                dUn = (dU * near).to(DT)
+                Bm = tl.where(causal, _dot(Pn, tl.trans(col), DT, PREC), 0.0)
+                dA = tl.where(causal, _dot(dUn, tl.trans(col), DT, PREC), 0.0)
+                dcol += _dot(tl.trans(dB), Pn, DT, PREC) + _dot(tl.trans(A), dUn, DT, PREC)
+                paired += _tokens(Pn.to(tl.float32) * dinner + dUn.to(tl.float32) * inner, GR, M)
+            dk += _dot(tl.trans(dA.to(DT)), q, DT, PREC)
+            dv += _dot(tl.trans(Bm.to(DT)), do, DT, PREC)
+            dUd = dU * decay
+            dq = _dot(dUd, tl.trans(K0), DT, PREC) + _dot(dA, k, DT, PREC)
+            tl.store(dq_ptr + q_row[:, None] * D + d[None, :], dq, mask=r_ok[:, None] & d_ok[None, :])
+            dK += _outer(q, dUd, DP, M, DT, PREC, EXACT)
+            dV += _outer(do, P * decay, EP, M, DT, PREC, EXACT)
+
+        paths += tl.cumsum(walked, 0, reverse=True)
+        if not EXACT:
+            ds += dcol * anti
+            paths += tl.exp(g - c) * tl.cumsum(paired - dcol * col.to(tl.float32), 0, reverse=True)
+        dg = paths - tl.exp(g) * ds + dgamma[None, :]
         if MASS:
-            drift = _tokens(dz, GR, M) * tl.exp(gamma)
-            dg = paths - tl.exp(g) * ds - tl.cumsum(drift, 0, reverse=True) + dgamma[None, :]
+            drift = drift * tl.exp(gamma)
+            dg -= tl.cumsum(drift, 0, reverse=True)
             dgamma -= tl.sum(drift, 0)
-        else:
-            dg = paths - tl.exp(g) * ds + dgamma[None, :]
         tl.store(dg_ptr + row[:, None] * step + m[None, :], dg, mask=row_ok[:, None] & m_ok[None, :])
-
-        wT = tl.trans(w)
-        qT = tl.trans(q)
-        doT = tl.trans(do)
-        dkT = _dot(dK, wT, DT, PREC) + _dot(qT, dA, DT, PREC)
-        tl.store(dk_ptr + row[None, :] * (H * D) + d[:, None], dkT, mask=row_ok[None, :] & d_ok[:, None])
-        dvT = _dot(dV, wT, DT, PREC) + _dot(doT, Bm, DT, PREC)
-        tl.store(dv_ptr + row[None, :] * (H * E) + e[:, None], dvT, mask=row_ok[None, :] & e_ok[:, None])
-        dUd = dU * decay
-        dK = dK * keep[None, :] + _dot(qT, dUd, DT, PREC)
-        dV = dV * keep[None, :] + _dot(doT, P * decay, DT, PREC)
-        dq = _dot(dUd, tl.trans(K0), DT, PREC) + _dot(dA, tl.trans(kT), DT, PREC)
-        tl.store(dq_ptr + q_row[:, None] * D + d[None, :], dq, mask=r_ok[:, None] & d_ok[None, :])
+        tl.store(dk_ptr + row[:, None] * (H * D) + d[None, :], dk, mask=row_ok[:, None] & d_ok[None, :])
+        tl.store(dv_ptr + row[:, None] * (H * E) + e[None, :], dv, mask=row_ok[:, None] & e_ok[None, :])
 
 
 def exact_pairs(dtype: torch.dtype) -> bool:
@@ -648,12 +696,12 @@ class _Plan:
             self.docs, self.segments = B, B * self.each
 
     def tiles(self) -> dict:
-        more = {"SEG": self.segment, "DP": _pad(self.D), "EP": _pad(self.E), "EXACT": self.exact}
-        return {**more, **self.kind(), "G": self.group, "GR": triton.next_power_of_2(self.group)}
+        more = {"SEG": self.segment, "DP": _pad(self.D), "EP": _pad(self.E), "G": self.group}
+        return {**more, **self.kind(), "GR": min(HEADS, triton.next_power_of_2(self.group))}
 
     def kind(self) -> dict:
         dot = tl.bfloat16 if self.dot == torch.bfloat16 else tl.float32
-        return {"M": _pad(self.M), "DT": dot, "PREC": "ieee", "PACKED": self.packed}
+        return {"M": _pad(self.M), "DT": dot, "PREC": "ieee", "EXACT": self.exact, "PACKED": self.packed}
 
     def buffer(self, like: torch.Tensor, size: int) -> torch.Tensor:
         return like.new_empty(self.segments, self.H, size, self.M, dtype=self.dot)
