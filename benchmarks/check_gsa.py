@@ -1,18 +1,18 @@
 """Do the gated slot attention kernels hold on this GPU, and how fast are they beside softmax?
 
-    PYTHONPATH=src python benchmarks/check_gsa.py [--json FILE]
+    PYTHONPATH=src python benchmarks/check_gsa.py [--quick] [--json FILE]
 
-Correctness first (against the PyTorch form in float64; one line a failing case), then times in milliseconds
-at Mistral-7B's shape, 32,768 tokens. Compilation happens beforehand, in parallel processes.
+Correctness first (against the PyTorch form in float64; one line a failing case), each group of cases in a
+process of its own, all at once; then times in milliseconds at Mistral-7B's shape, 32,768 tokens. After a
+CUDA error a group runs again in a fresh process that waits for every kernel, so that the guilty one is named.
+--quick takes at most about 75 seconds.
 """
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import time
-import traceback
 
 import torch
 import triton
@@ -31,13 +31,14 @@ SHAPES = {  # HQ, H, D, E, M
     "wide": (4, 1, 128, 128, 128),
 }
 LENGTHS = [1, 15, 17, 64, 127, 129, 300]
-VARIANTS = [  # segment, warps of: own, forward, reads, backward
-    (128, 4, 8, 8, 8),
-    (64, 4, 8, 8, 8),
-    (256, 4, 8, 8, 8),
-    (128, 4, 4, 16, 16),
-    (128, 8, 16, 4, 4),
+VARIANTS = [  # segment, heads at a time, warps of: own, forward, reads, backward
+    (128, 2, 4, 8, 8, 8),
+    (128, 1, 4, 8, 8, 8),
+    (256, 2, 4, 8, 8, 8),
+    (64, 2, 4, 8, 8, 8),
+    (128, 1, 4, 4, 8, 8),
 ]
+PACKED = [0, 1, 34, 34, 170, 300]
 
 
 def gates(kind: str, z: torch.Tensor) -> torch.Tensor:
@@ -107,30 +108,86 @@ def case(shape, T: int, kind: str, dtype, mass: bool, state: bool, cu=None, back
     return errors
 
 
-def cases():
-    for dtype in (torch.bfloat16, torch.float32, torch.float16):
-        for shape in SHAPES if dtype == torch.bfloat16 else ("odd",):
-            for mass in (True, False):
-                for kind in ("soft", "long", "mixed", "strong", "ring"):
-                    for T in LENGTHS if kind in ("soft", "ring") else (129,):
-                        yield shape, T, kind, dtype, mass, T % 2 == 1, None
-                yield shape, 300, "soft", dtype, mass, True, [0, 1, 34, 34, 170, 300]
-
-
-def warm(which: str) -> None:
-    if which.startswith("case"):
-        todo = sorted({(c[0], str(c[3]), c[4]) for c in cases()})
-        shape, dtype, mass = todo[int(which[4:])]
-        for state, cu in ((True, None), (False, None), (True, [0, 1, 40])):
-            case(shape, 40, "soft", getattr(torch, dtype.split(".")[1]), mass, state, cu)
+def jobs(quick: bool) -> dict[str, list]:
+    """Cases by process: what shares compiled kernels stays together."""
+    if quick:
+        spots = [(1, "soft"), (17, "ring"), (64, "soft"), (129, "soft"), (300, "ring"), (129, "mixed"),
+                 (129, "strong"), (129, "long")]  # fmt: skip
+        few = [(17, "soft"), (129, "ring")]
+        groups = [
+            ("mistral", torch.bfloat16, True, spots),
+            ("mistral", torch.bfloat16, True, [PACKED]),
+            ("mistral", torch.bfloat16, False, few),
+            ("odd", torch.bfloat16, True, spots),
+            ("small", torch.bfloat16, True, few),
+            ("odd", torch.float32, True, few),
+            ("odd", torch.float16, True, few),
+        ]
     else:
-        setup(VARIANTS[int(which[7:])])
-        step(*big(1, 256))
+        spots = [(T, kind) for kind in ("soft", "ring") for T in LENGTHS]
+        spots += [(129, kind) for kind in ("long", "mixed", "strong")]
+        types = [(shape, torch.bfloat16) for shape in SHAPES] + [
+            ("odd", torch.float32),
+            ("odd", torch.float16),
+        ]
+        groups = [(*t, mass, what) for t in types for mass in (True, False) for what in (spots, [PACKED])]
+    found = {}
+    for shape, dtype, mass, what in groups:
+        packed = what[0] is PACKED
+        name = " ".join(
+            (shape, str(dtype)[6:], "mass" if mass else "plain") + (("packed",) if packed else ())
+        )
+        if packed:
+            found[name] = [(shape, 300, "soft", dtype, mass, True, PACKED)]
+        else:
+            found[name] = [(shape, T, kind, dtype, mass, T % 2 == 1, None) for T, kind in what]
+    return found
+
+
+class Waiting:
+    """A kernel that is waited for after each launch, and named if it fails."""
+
+    def __init__(self, name: str, kernel) -> None:
+        self.name, self.kernel = name, kernel
+
+    def __getitem__(self, grid):
+        def launch(*args, **more):
+            try:
+                self.kernel[grid](*args, **more)
+                torch.cuda.synchronize()
+            except Exception as error:
+                raise RuntimeError(f"kernel {self.name} grid {grid}: {repr(error)[:120]}") from error
+
+        return launch
+
+
+def job(name: str, quick: bool, named: bool) -> None:
+    """Run a group of cases; print one JSON line each."""
+    if named:
+        for kernel in ("_own_state", "_scan", "_forward", "_backward_reads", "_backward"):
+            setattr(triton_chunk, kernel, Waiting(kernel, getattr(triton_chunk, kernel)))
+    for c in jobs(quick)[name]:
+        label, began = f"{name} T {c[1]} {c[2]}", time.time()
+        try:
+            errors = case(*c)
+            bad = {n: f"{e:.1e}" for n, e in errors.items() if not e <= CAPS[c[3]]}
+            line = {"case": label, "bad": bad, "errors": errors}
+        except Exception as error:
+            line = {"case": label, "bad": {"error": repr(error)[:300]}, "errors": {}}
+            line["sticky"] = "CUDA error" in repr(error) or "kernel _" in repr(error)
+        print(json.dumps({**line, "seconds": round(time.time() - began, 1)}), flush=True)
+        if line.get("sticky"):
+            return
+
+
+def warm(variant: int) -> None:
+    setup(VARIANTS[variant])
+    step(*big(1, 256))
 
 
 def setup(variant) -> None:
-    triton_chunk.SEGMENT = variant[0]
-    triton_chunk.WARPS.update(zip(("own", "forward", "reads", "backward"), variant[1:]))
+    triton_chunk.SEGMENT, triton_chunk.HEADS = variant[:2]
+    triton_chunk.WARPS.update(zip(("own", "forward", "reads", "backward"), variant[2:]))
 
 
 def big(B: int, T: int, M: int = 64):
@@ -156,11 +213,16 @@ def times(B: int, T: int, M: int = 64) -> dict[str, float]:
     with torch.no_grad():
         fwd = bench(lambda: gsa(*ins, mass=True, backend="triton"))
     both = bench(lambda: step(ins, do))
+    return {"forward": fwd, "both": both, "MiB": peak(lambda: step(ins, do))}
+
+
+def peak(f) -> float:
+    """MiB above what was there before."""
     torch.cuda.synchronize()
     torch.cuda.reset_peak_memory_stats()
     before = torch.cuda.memory_allocated()
-    step(ins, do)
-    return {"forward": fwd, "both": both, "MiB": (torch.cuda.max_memory_allocated() - before) / 2**20}
+    f()
+    return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
 def kernels(B: int, T: int) -> dict[str, float]:
@@ -184,97 +246,109 @@ def softmax(B: int, T: int, backend) -> dict[str, float]:
     with sdpa_kernel(backend):
         with torch.no_grad():
             fwd = bench(lambda: attend(*x, is_causal=True))
-        both = bench(lambda: torch.autograd.grad(attend(*x, is_causal=True), x, do))
-    return {"forward": fwd, "both": both}
+
+        def both():
+            return torch.autograd.grad(attend(*x, is_causal=True), x, do)
+
+        return {"forward": fwd, "both": bench(both), "MiB": peak(both)}
 
 
-def attempt(report: dict, name: str, f, *args) -> None:
+def attempt(name: str, f, *args) -> None:
     try:
-        report[name] = f(*args)
-        print(name, {k: round(v, 3) for k, v in report[name].items()}, flush=True)
+        print(json.dumps({"time": name, **{k: round(v, 3) for k, v in f(*args).items()}}), flush=True)
     except Exception as error:
-        report[name] = {"error": repr(error)[-600:]}
-        print(name, "FAILED", repr(error)[-600:], flush=True)
-        torch.cuda.empty_cache()
+        print(json.dumps({"time": name, "error": repr(error)[:300]}), flush=True)
 
 
-def check(report: dict) -> None:
-    failed, worst, count = [], {}, 0
-    for c in cases():
-        count += 1
-        label = f"{c[0]} T {c[1]} {c[2]} {str(c[3])[6:]} {'mass' if c[4] else 'plain'}" + (
-            " packed" if c[6] else ""
-        )
-        try:
-            errors = case(*c)
-        except Exception as error:
-            failed.append(f"{label}: {repr(error)[-300:]}")
-            print("FAIL", failed[-1], flush=True)
-            if "illegal" in repr(error) or "misaligned" in repr(error):
-                traceback.print_exc()
-                break
-            continue
-        bad = {n: f"{e:.1e}" for n, e in errors.items() if not e <= CAPS[c[3]]}
-        if bad:
-            failed.append(f"{label}: {bad}")
-            print("FAIL", failed[-1], flush=True)
-        for n, e in errors.items():
-            key = str(c[3])[6:], n
-            worst[key] = max(worst.get(key, (0.0, "")), (e, label))
-    print(f"{count} cases, {len(failed)} failed; worst errors:")
-    for (dtype, n), (e, label) in worst.items():
-        over = "  above the floor of the rule" if e > FLOORS[getattr(torch, dtype)] else ""
-        print(f"  {dtype:9} {n:26} {e:.1e}  {label}{over}")
-    report["failed"], report["worst"] = failed, {" ".join(k): v for k, v in worst.items()}
+def timings(quick: bool) -> None:
+    from torch.nn.attention import SDPBackend
+
+    shapes = [(16, 2048), (4, 8192), (1, 32768)]
+    setup(VARIANTS[0])
+    for B, T in shapes:
+        attempt(f"gsa {B}x{T}", times, B, T)
+    for B, T in shapes:
+        attempt(f"softmax cuDNN {B}x{T}", softmax, B, T, SDPBackend.CUDNN_ATTENTION)
+    attempt("kernels 4x8192", kernels, 4, 8192)
+    for i, variant in list(enumerate(VARIANTS))[1 : 3 if quick else None]:
+        setup(variant)
+        attempt(f"variant {i} {variant} 4x8192", times, 4, 8192)
+    if not quick:
+        setup(VARIANTS[0])
+        attempt("softmax FA2 16x2048", softmax, 16, 2048, SDPBackend.FLASH_ATTENTION)
+
+
+def start(*flags: str) -> subprocess.Popen:
+    command = [sys.executable, __file__, *flags]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+
+def finish(process: subprocess.Popen, name: str, until: float) -> list[dict]:
+    """What the process printed by then, as JSON; the rest of its words only if it failed."""
+    try:
+        out, err = process.communicate(timeout=max(0.1, until - time.time()))
+    except subprocess.TimeoutExpired:
+        process.kill()
+        out, err = process.communicate()
+        print("CUT", name, "took too long", flush=True)
+    else:
+        if process.returncode:
+            print("FAIL", name, "ended with", process.returncode, err[-500:], flush=True)
+    return [json.loads(line) for line in out.splitlines() if line.startswith("{")]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
-    parser.add_argument("--warm")
-    parser.add_argument("--no-check", action="store_true")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, about 75 seconds")
+    parser.add_argument("--job")
+    parser.add_argument("--named", action="store_true")
+    parser.add_argument("--warm", type=int)
+    parser.add_argument("--time", action="store_true")
     args = parser.parse_args()
-    if args.warm:
+    if args.warm is not None:
         return warm(args.warm)
-    began, report = time.time(), {}
-    names = [f"case{i}" for i in range(len({(c[0], c[3], c[4]) for c in cases()}))]
-    if args.no_check:
-        names = []
-    names += [f"variant{i}" for i in range(len(VARIANTS))]
-    running = {n: subprocess.Popen([sys.executable, __file__, "--warm", n], stderr=subprocess.PIPE, text=True)
-               for n in names}  # fmt: skip
-    for n, process in running.items():
-        try:
-            _, err = process.communicate(timeout=max(1, 100 - (time.time() - began)))
-            if process.returncode:
-                print("warming", n, "failed:", err[-700:], flush=True)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            print("warming", n, "took too long", flush=True)
-    print(f"compiled in {time.time() - began:.0f} s on {os.cpu_count()} cores")
-    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__, flush=True)
-    if not args.no_check:
-        check(report)
-    print(f"--- times, ms ({time.time() - began:.0f} s so far)")
-    for i, variant in enumerate(VARIANTS):
-        setup(variant)
-        attempt(report, f"variant {i} {variant} 16x2k", times, 16, 2048)
-        attempt(report, "    kernels", kernels, 16, 2048)
-        if args.json:
-            with open(args.json, "w") as f:
-                json.dump(report, f, indent=1)
-    setup(VARIANTS[0])
-    for B, T in ((4, 8192), (1, 32768)):
-        attempt(report, f"variant 0 {B}x{T}", times, B, T)
-        attempt(report, "    kernels", kernels, B, T)
-    from torch.nn.attention import SDPBackend
-
-    for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FA2", SDPBackend.FLASH_ATTENTION)):
-        attempt(report, f"softmax {name} 16x2k", softmax, 16, 2048, backend)
+    if args.job:
+        return job(args.job, args.quick, args.named)
+    if args.time:
+        return timings(args.quick)
+    began, quick = time.time(), ["--quick"] * args.quick
+    limit = began + (50 if args.quick else 250)
+    running = {name: start("--job", name, *quick) for name in jobs(args.quick)}
+    variants = range(1, 3 if args.quick else len(VARIANTS))
+    warming = {f"variant {i}": start("--warm", str(i)) for i in variants}
+    lines, again = [], {}
+    for name, process in running.items():
+        found = finish(process, name, limit)
+        lines += found
+        if any(x.get("sticky") for x in found):
+            again[name] = start("--job", name, "--named", *quick)
+        print(f"{name}: {len(found)} cases, {time.time() - began:.0f} s", flush=True)
+    for name, process in warming.items():
+        finish(process, name, limit)
+    for name, process in again.items():
+        for x in finish(process, name, limit + 15):
+            lines.append({**x, "case": x["case"] + ", waiting for each kernel"})
+    worst = {}
+    for x in lines:
+        if x["bad"]:
+            print("FAIL", x["case"], x["bad"], flush=True)
+        for n, e in x["errors"].items():
+            key = next(t for t in ("bfloat16", "float16", "float32") if f" {t} " in x["case"]), n
+            worst[key] = max(worst.get(key, (0.0, "")), (e, x["case"]))
+    failed = sum(bool(x["bad"]) for x in lines)
+    print(f"--- {len(lines)} cases, {failed} failed, {time.time() - began:.0f} s; worst:")
+    for (dtype, n), (e, label) in worst.items():
+        over = "  above the floor of the rule" if e > FLOORS[getattr(torch, dtype)] else ""
+        print(f"  {dtype:9} {n:26} {e:.1e}  {label}{over}")
+    table = finish(start("--time", *quick), "times", began + (80 if args.quick else 500))
+    print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
+    print(f"--- times, ms ({time.time() - began:.0f} s)")
+    for x in table:
+        print(f"  {x.pop('time'):40} {x}")
     if args.json:
         with open(args.json, "w") as f:
-            json.dump(report, f, indent=1)
-    print(f"{time.time() - began:.0f} s")
+            json.dump({"cases": lines, "times": table}, f, indent=1)
 
 
 if __name__ == "__main__":

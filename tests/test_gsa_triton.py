@@ -113,3 +113,50 @@ def test_every_dtype_and_gate_equals_the_definition(T, gates, mass, dtype, devic
     gold = everything(gsa_reference, tensors, mass=mass)
     ours, plain = (everything(op, in_dtype(tensors, dtype), mass=mass) for op in (triton, gsa))
     assert_all_as_good_as(ours, plain, gold, dtype)
+
+
+@pytest.fixture
+def fenced(monkeypatch):
+    """Every byte that a kernel touches must lie in one of the tensors it was given (Triton's interpreter)."""
+    interpreter = pytest.importorskip("triton.runtime.interpreter")
+    builder, tensors = interpreter.interpreter_builder, []
+    load, store = builder.create_masked_load, builder.create_masked_store
+    arguments = interpreter.GridExecutor._init_args_hst
+
+    def launch(self, args, more):
+        host = arguments(self, args, more)
+        tensors[:] = [x for x in (*host[0], *host[1].values()) if isinstance(x, torch.Tensor)]
+        return host
+
+    def check(pointers, mask) -> None:
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        at = torch.from_numpy(pointers.data[mask.data].astype("int64"))
+        inside = torch.zeros(at.shape, dtype=torch.bool)
+        for x in tensors:
+            inside |= (at >= x.data_ptr()) & (at + size <= x.data_ptr() + x.numel() * x.element_size())
+        assert inside.all(), "outside of every tensor"
+
+    def fenced_load(pointers, mask, *rest):
+        check(pointers, mask)
+        return load(pointers, mask, *rest)
+
+    def fenced_store(pointers, value, mask, *rest):
+        check(pointers, mask)
+        return store(pointers, value, mask, *rest)
+
+    monkeypatch.setattr(interpreter.GridExecutor, "_init_args_hst", launch)
+    monkeypatch.setattr(builder, "create_masked_load", fenced_load)
+    monkeypatch.setattr(builder, "create_masked_store", fenced_store)
+
+
+FENCED = {"1": None, "17": None, "129": None, "61": [0, 1, 34, 34, 61]}  # tokens: documents
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="compute-sanitizer's work on a GPU")
+@pytest.mark.parametrize(("T", "cuts"), [(int(T), cuts) for T, cuts in FENCED.items()], ids=FENCED)
+def test_kernels_touch_no_byte_outside_their_tensors(T, cuts, device, monkeypatch, fenced):
+    monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
+    tensors = in_dtype(inputs((1, T, 4, 1, 20, 24, 12), "soft", device, torch.float32), torch.float32)
+    cu = None if cuts is None else torch.tensor(cuts)
+    found = everything(triton, tensors, mass=True, cu_seqlens=cu)
+    assert all(x.isfinite().all() for x in found.values())

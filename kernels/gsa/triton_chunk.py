@@ -371,7 +371,9 @@ def _forward(
             head = some + r // 16
             q_row = (at + i) * (H * G) + head
             r_ok = (head < G) & (at + i < b)
-            q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
+            q = tl.load(
+                q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0
+            )
             A = tl.where(causal, _dot(q, tl.trans(k), DT, PREC), 0.0)
             decay = _rows(decay1, GR, M)
             if EXACT:
@@ -456,8 +458,12 @@ def _backward_reads(
             head = some + r // 16
             q_row = (at + i) * (H * G) + head
             r_ok = (head < G) & (at + i < b)
-            q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
-            do = tl.load(do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0)
+            q = tl.load(
+                q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0
+            )
+            do = tl.load(
+                do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0
+            )
             A = tl.where(causal, _dot(q, tl.trans(k), DT, PREC), 0.0)
             dB = tl.where(causal, _dot(do, tl.trans(v), DT, PREC), 0.0)
             z, iz, decay = _rows(z1, GR, M), _rows(iz1, GR, M), _rows(decay1, GR, M)
@@ -601,8 +607,12 @@ def _backward(
             head = some + r // 16
             q_row = (at + i) * (H * G) + head
             r_ok = (head < G) & (at + i < b)
-            q = tl.load(q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0)
-            do = tl.load(do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0)
+            q = tl.load(
+                q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0
+            )
+            do = tl.load(
+                do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0
+            )
             A = tl.where(causal, _dot(q, tl.trans(k), DT, PREC), 0.0)
             dB = tl.where(causal, _dot(do, tl.trans(v), DT, PREC), 0.0)
             z, iz, decay = _rows(z1, GR, M), _rows(iz1, GR, M), _rows(decay1, GR, M)
