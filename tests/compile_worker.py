@@ -70,6 +70,61 @@ def onehot() -> Iterator[Job]:
             yield f"{name} D {D} {NAMES[dtype]}", kernel, types, fixed | more, options
 
 
+def polysketch() -> Iterator[Job]:
+    """Powers and softmax windows at Mistral's layer in bfloat16, softmax at SmolLM2's in float32."""
+    from unsoftmax.kernels.polysketch import triton_block as ops
+    from unsoftmax.kernels.polysketch import triton_sketch
+
+    singles = (
+        "offset",
+        "lift",
+        "z",
+        "near_row",
+        "far_row",
+        "doffset",
+        "dlift",
+        "delta",
+        "far_delta",
+        "scale",
+    )
+    singles += ("sink_dk", "sink_dv", "totals", "ztotals", "bias", "tilt", "dW", "dbias", "dtilt")
+    numbers = dict.fromkeys(("T", "n", "steps"), "i32") | {"normaliser": "fp32"}
+    powers, softmax = [256, 256, 0, 0, 4], [32, 64, 4, 1, 4]
+    for HQ, H, D, dtype, rule in (
+        (32, 8, 128, torch.bfloat16, powers),
+        (32, 8, 128, torch.bfloat16, softmax),
+        (9, 3, 64, torch.float32, softmax),
+    ):
+        q, k, phi = (torch.empty(1, 1024, h, d, device="meta") for h, d in ((HQ, D), (H, D), (HQ, 32)))
+        s, cut = ops._shape(q, k, k, phi, rule), ops.plan(dtype, D)
+        absent = ["lift", "dlift", "sink_dk", "sink_dv"] if rule is powers else ["offset", "doffset"]
+        sums = {"R": 32, "E": D, "CHUNK": s.chunk, "SLICES": 4, "PAIRS": s.pairs, "BE": D}
+        forward = {"HEADS": H, "GROUP": 1, "FIRST": s.sinks, "SHIFT": 0, "REVERSE": False}
+        reverse = {"HEADS": HQ, "GROUP": HQ // H, "FIRST": 0, "SHIFT": s.W - s.C, "REVERSE": True}
+        stack, rows = s.stacked(cut.keys)
+        kernels = {
+            "_forward": (ops._forward, s.query_tiles(cut.forward), cut.forward),
+            "_queries": (ops._queries, s.query_tiles(cut.queries), cut.queries),
+            "_keys": (ops._keys, s.query_tiles(cut.keys), cut.keys),
+            "_states": (ops._states, sums | forward | {"BC": cut.states.keys}, cut.states),
+            "_states in reverse": (ops._states, sums | reverse | {"BC": cut.gradients.keys}, cut.gradients),
+        }
+        if s.sinks:
+            more = {"STACK": stack, "SPAN": 256, "BM": rows}
+            kernels["_sinks"] = (ops._sinks, s.exact_tiles(cut.keys) | more, cut.keys)
+        x, W = torch.empty(1, 64, HQ, D, device="meta", dtype=dtype), torch.empty(HQ, 2, D, 32, device="meta")
+        if rule is softmax:
+            for name, backward in (("_sketch", False), ("_sketch_backward", True)):
+                kernels[name] = (getattr(triton_sketch, name), triton_sketch._options(x, W, backward), None)
+        for name, (kernel, fixed, tiles) in kernels.items():
+            names = kernel.arg_names
+            options = {o: fixed.get(o) or getattr(tiles, o[4:]) for o in ("num_warps", "num_stages")}
+            fixed = {n: fixed[n] for n in names if n in fixed}
+            fixed |= {n: None for n in absent if n in names}
+            types = {n: "*fp32" if n in singles else f"*{NAMES[dtype]}" for n in names} | numbers
+            yield f"{name} {rule} {NAMES[dtype]}", kernel, types, fixed, options
+
+
 def compiled(job: Job, arch: int) -> dict[str, Any]:
     name, kernel, types, fixed, options = job
     names = kernel.arg_names
@@ -94,7 +149,7 @@ def compiled(job: Job, arch: int) -> dict[str, Any]:
     }
 
 
-LISTS = {"onehot": onehot}
+LISTS = {"onehot": onehot, "polysketch": polysketch}
 
 if __name__ == "__main__":
     for job in LISTS[sys.argv[1]]():

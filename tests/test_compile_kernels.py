@@ -11,11 +11,21 @@ from pathlib import Path
 
 import pytest
 
-LISTS = ("onehot",)
+LISTS = ("onehot", "polysketch")
 WORKER = Path(__file__).with_name("compile_worker.py")
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes a program may have
 STACK = 3_000  # bytes a thread may spill: none is the aim, thousands are a mistake
-PRODUCTS = ("_read", "_dq", "_dkv")  # kernels that must use tensor cores in 16 bits
+PRODUCTS = (
+    "_read",
+    "_dq",
+    "_dkv",
+    "_forward",
+    "_queries",
+    "_keys",
+    "_sinks",
+    "_states",
+    "_sketch",
+)  # kernels that must use tensor cores in 16 bits
 
 
 @pytest.mark.parametrize("arch", [90, *(pytest.param(a, marks=pytest.mark.slow) for a in (80, 86, 89, 100))])
