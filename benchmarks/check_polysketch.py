@@ -160,7 +160,7 @@ def check(case, dtype) -> list[str]:
         )
         return polysketch(
             q, k, v, phi_q, phi_k, block=block, normaliser=normaliser, window=window, sinks=sinks,
-            backend="triton", **local,
+            backend="triton", keep_state=False, **local,
         )[0]  # fmt: skip
 
     exact = grads(oracle, [x.double() for x in tensors], None if offset is None else offset.double(), do)
@@ -231,16 +231,16 @@ def runners(B, T, r, block, soft=False):
     offset, lift = torch.rand(q.shape[2], device="cuda"), None
     den, delta = (1 + torch.rand(q.shape[:3], device="cuda") for _ in range(2))
     shape = block_kernels._shape(q, k, v, phi_q, [*SOFT, 1, 4] if soft else [block, block, 0, 0, 4])
-    center, far_v = block_kernels._centered(v, shape)
+    center, far_v = block_kernels._centered(v, None)
     n = shape.last + 1
-    S, z, _, _ = block_kernels._sum_states(phi_k, far_v, None, None, shape, plan(q.dtype, 128).states)
+    S, z, _, _ = block_kernels._sum_states(phi_k, far_v, None, None, None, shape, plan(q.dtype, 128).states)
     dq, dk, dv, dphi_q, dphi_k = (torch.empty_like(x) for x in (q, k, v, phi_q, phi_k))
     rows, more = torch.empty_like(den), torch.empty_like(den)
     offset_rows, lift_rows = (None, rows) if soft else (rows, None)
-    sinks = (None, None)
+    sinks, spans = (None, None, None), triton.cdiv(T, block_kernels.SPAN)
     if soft:
         offset, lift = None, torch.rand_like(den)
-        sinks = [torch.zeros(B, SOFT[2], k.shape[2], 128, device="cuda") for _ in range(2)]
+        sinks = [torch.zeros(B, spans, SOFT[2], k.shape[2], 128, device="cuda") for _ in range(2)] + [None]
 
     def by_query(kernel, cut, *arguments):
         options = shape.query_tiles(cut)
@@ -250,28 +250,28 @@ def runners(B, T, r, block, soft=False):
     def forward(cut):
         by_query(
             block_kernels._forward, cut,
-            q, k, v, phi_q, phi_k, offset, lift, S, z, center, dq, rows, more, T, n, 0.0,
+            q, k, v, phi_q, phi_k, offset, lift, S, z, center, dq, rows, more, None, None, T, n, 0.0,
         )  # fmt: skip
 
     def queries(cut):
         by_query(
             block_kernels._queries, cut,
             q, k, v, phi_q, phi_k, offset, S, z, center, o, den, den, do,
-            dq, dphi_q, offset_rows, lift_rows, delta, more, T, n,
+            dq, dphi_q, offset_rows, lift_rows, delta, more, None, None, T, n,
         )  # fmt: skip
 
     def keys(cut):
         options = shape.query_tiles(cut)
         block_kernels._keys[(triton.cdiv(T, options["BN"]), shape.H, B)](
             q, k, v, far_v, phi_q, phi_k, offset, S, z, den, den, delta, do, *sinks,
-            dk, dv, dphi_k, T, n, **options,
+            dk, dv, dphi_k, None, None, T, n, spans, SPAN=block_kernels.SPAN, **options,
         )  # fmt: skip
 
     def states(cut):
-        block_kernels._sum_states(phi_k, v, None, None, shape, cut)
+        block_kernels._sum_states(phi_k, v, None, None, None, shape, cut)
 
     def gradients(cut):
-        block_kernels._sum_states(phi_q, do, den, delta, shape, cut)
+        block_kernels._sum_states(phi_q, do, den, delta, None, shape, cut)
 
     return {"forward": forward, "queries": queries, "keys": keys, "states": states, "gradients": gradients}
 

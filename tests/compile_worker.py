@@ -87,8 +87,9 @@ def polysketch() -> Iterator[Job]:
         "far_delta",
         "scale",
     )
+    absences = ("table", "places", "first_span")  # documents packed in a row
     singles += ("sink_dk", "sink_dv", "totals", "ztotals", "bias", "tilt", "dW", "dbias", "dtilt")
-    numbers = dict.fromkeys(("T", "n", "steps"), "i32") | {"normaliser": "fp32"}
+    numbers = dict.fromkeys(("T", "n", "steps", "spans"), "i32") | {"normaliser": "fp32"}
     powers, softmax = [256, 256, 0, 0, 4], [32, 64, 4, 1, 4]
     for HQ, H, D, dtype, rule in (
         (32, 8, 128, torch.bfloat16, powers),
@@ -105,12 +106,12 @@ def polysketch() -> Iterator[Job]:
         kernels = {
             "_forward": (ops._forward, s.query_tiles(cut.forward), cut.forward),
             "_queries": (ops._queries, s.query_tiles(cut.queries), cut.queries),
-            "_keys": (ops._keys, s.query_tiles(cut.keys), cut.keys),
+            "_keys": (ops._keys, s.query_tiles(cut.keys) | {"SPAN": ops.SPAN}, cut.keys),
             "_states": (ops._states, sums | forward | {"BC": cut.states.keys}, cut.states),
             "_states in reverse": (ops._states, sums | reverse | {"BC": cut.gradients.keys}, cut.gradients),
         }
         if s.sinks:
-            more = {"STACK": stack, "SPAN": 256, "BM": rows}
+            more = {"STACK": stack, "SPAN": ops.SPAN, "BM": rows}
             kernels["_sinks"] = (ops._sinks, s.exact_tiles(cut.keys) | more, cut.keys)
         x, W = torch.empty(1, 64, HQ, D, device="meta", dtype=dtype), torch.empty(HQ, 2, D, 32, device="meta")
         if rule is softmax:
@@ -120,7 +121,7 @@ def polysketch() -> Iterator[Job]:
             names = kernel.arg_names
             options = {o: fixed.get(o) or getattr(tiles, o[4:]) for o in ("num_warps", "num_stages")}
             fixed = {n: fixed[n] for n in names if n in fixed}
-            fixed |= {n: None for n in absent if n in names}
+            fixed |= {n: None for n in (*absent, *absences) if n in names}
             types = {n: "*fp32" if n in singles else f"*{NAMES[dtype]}" for n in names} | numbers
             yield f"{name} {rule} {NAMES[dtype]}", kernel, types, fixed, options
 

@@ -98,8 +98,9 @@ def polysketch(
     state: PolySketchState | None = None,
     cu_seqlens: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
+    keep_state: bool = True,
     backend: str | None = None,
-) -> tuple[torch.Tensor, PolySketchState]:
+) -> tuple[torch.Tensor, PolySketchState | None]:
     """Attention with exact weights near by and squared sketch products far away, causal.
 
         near  (q_i . k_j + offset) ** degree, or exp(q_i . k_j) for local="softmax"
@@ -123,12 +124,13 @@ def polysketch(
         state: what an earlier call returned; None starts empty. Never changed.
         cu_seqlens: [N + 1], documents packed in one row (B = 1); excludes state and lengths.
         lengths: [B] int64, real tokens of each row; those after them are ignored, and their outputs 0.
+        keep_state: whether the state after the last token is wanted.
         backend: "triton", "torch", or None: triton for CUDA tensors wherever it can (`why_not_triton`). The
             kernels take all operands in q's dtype, and their state carries no gradient.
 
     Returns:
-        o [B, T, HQ, E] in v's dtype, and the state after the last token. Sums are float32, for float64 q
-        float64.
+        o [B, T, HQ, E] in v's dtype, and the state after the last token, or None. Sums are float32, for
+        float64 q float64.
 
     Raises:
         ValueError: a window that is no multiple of block, an odd degree, an unknown local, an offset with
@@ -140,10 +142,14 @@ def polysketch(
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"backend is {backend!r}; it must be None, 'triton' or 'torch'")
     if backend == "triton" or (backend is None and q.is_cuda):
-        given = {"state": state, "cu_seqlens": cu_seqlens, "lengths": lengths}
+        given = {"state": state, "lengths": lengths}
+        if keep_state:
+            given["cu_seqlens with keep_state"] = cu_seqlens
+        elif cu_seqlens is not None:
+            given["cu_seqlens and more than one row"] = True if B > 1 else None
         reason = why_not_triton(q, k, v, phi_q, rule, given)
         if reason is None:
-            return _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule)
+            return _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule, cu_seqlens, keep_state)
         if backend == "triton":
             raise ValueError(f"backend 'triton' does not take {reason}; backend 'torch' does")
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
@@ -157,7 +163,7 @@ def polysketch(
             o, state = _step(state, queries, keys, offset, rule, sums)
         else:
             o, state = _prefill(state, queries, keys, offset, rule, sums, cu_seqlens, lengths)
-    return o.to(v.dtype), state
+    return o.to(v.dtype), state if keep_state else None
 
 
 def _prefill(state, queries, keys, offset, rule, sums, cu_seqlens, lengths):
@@ -227,15 +233,18 @@ def why_not_triton(q, k, v, phi_q, rule: _Rule, given: dict) -> str | None:
     )
 
 
-def _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule) -> tuple[torch.Tensor, PolySketchState]:
+def _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule, cu_seqlens, keep_state):
     """The kernels' output, and the state that `_walk` would have left."""
     C, window = rule.block, rule.tiles * rule.block
     with torch.autocast(q.device.type, enabled=False):
         o, S = polysketch_triton(
             *(x.to(q.dtype) for x in (q, k, v, phi_q, phi_k)),
             degree=rule.degree, block=C, window=window, sinks=rule.sinks, soft=rule.softmax,
-            offset=offset, far_scale=far_scale, normaliser=rule.normaliser,
+            offset=offset, far_scale=far_scale, normaliser=rule.normaliser, cu_seqlens=cu_seqlens,
+            keep_state=keep_state,
         )  # fmt: skip
+    if not keep_state:
+        return o.to(v.dtype), None
     B, T, H, _ = k.shape
     first = T // C * C + C - window
     fill = (0, 0, 0, 0, max(-first, 0), first + window - T)

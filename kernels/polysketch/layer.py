@@ -160,11 +160,11 @@ class PolySketchAttention(Mixer):
             rotary = Rotary(*(_reorder(r.expand(len(x), -1, -1), order) for r in rotary))
         q, k, v = self.project(x, rotary)
         with torch.autocast(x.device.type, enabled=False):
-            o, state = self._attend(q, k, v, state, cu_seqlens, lengths)
+            o, state = self._attend(q, k, v, state, cu_seqlens, lengths, keep_state)
         y = self.o_proj(o.flatten(2).to(x.dtype)).to(x.dtype)
         if order is not None:
             y = _reorder(y, order.argsort(dim=1))
-        return y, state if keep_state else None
+        return y, state
 
     def sketches(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """phi_q [B, T, HQ, r] and phi_k [B, T, H, r] of q and k with rotary positions, in q's dtype."""
@@ -176,7 +176,7 @@ class PolySketchAttention(Mixer):
         """Log of the factor on far weights, [B, T, HQ]; local="softmax" only."""
         return self.far_scale.to(q.dtype) + self.scale * (q * self.far_query.to(q.dtype)).sum(-1)
 
-    def _attend(self, q, k, v, state, cu_seqlens, lengths):
+    def _attend(self, q, k, v, state, cu_seqlens, lengths, keep_state):
         if q.is_cuda and v.dtype == torch.bfloat16:
             tensors, special = self._narrow(q.to(v.dtype), k.to(v.dtype))
         else:
@@ -197,6 +197,7 @@ class PolySketchAttention(Mixer):
             state=state,
             cu_seqlens=cu_seqlens,
             lengths=lengths,
+            keep_state=keep_state,
             **special,
         )
 

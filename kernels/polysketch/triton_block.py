@@ -53,6 +53,7 @@ from unsoftmax.kernels.polysketch.sketch import TILE, features, num_features
 
 OPS = re.sub(r"\W", "_", __name__)  # a copy in a checkpoint's folder registers its own
 CHUNK = 256  # tokens between two states, or one block when that is longer
+EARLY = 16  # values whose mean is the center: no more than a block
 SEGMENT = tl.constexpr(16)  # chunks whose states one program sums
 SIDE = tl.constexpr(TILE)
 PAIR = tl.constexpr(TILE * TILE)
@@ -126,9 +127,28 @@ def _far_mass(phi, z, R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr):
     return tl.where(live, mass, 0.0), live
 
 
+@triton.jit
+def _document(table, places, index, batch, T, n):
+    """Of a program: its document, the first row, the length, the first state, their number; its place in it.
+
+    table [2, N + 1] int32 has where documents and their states start, places N and then the document and
+    the place of each program; None where each row is a document.
+    """
+    if table is None:
+        return batch, batch * T, T, batch * n, n, index
+    else:
+        N = tl.load(places)
+        doc = tl.load(places + 2 * index + 1).to(tl.int64)
+        start = tl.load(table + doc).to(tl.int64)
+        base = tl.load(table + N + 1 + doc).to(tl.int64)
+        length = (tl.load(table + doc + 1) - start).to(tl.int32)
+        count = (tl.load(table + N + 2 + doc) - base).to(tl.int32)
+        return doc, start, length, base, count, tl.load(places + 2 * index + 2)
+
+
 @triton.jit(do_not_specialize=["T", "n"])
 def _states(
-    phi, x, scale, delta, S, z, totals, ztotals, T, n,
+    phi, x, scale, delta, S, z, totals, ztotals, table, places, T, n,
     HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
     FIRST: tl.constexpr, SHIFT: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr,
     REVERSE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
@@ -147,9 +167,12 @@ def _states(
     F: tl.constexpr = PAIRS * PAIR
     p = tl.program_id(0) % PAIRS
     e0 = tl.program_id(0) // PAIRS * BE
-    segment = tl.program_id(1)
     batch = (tl.program_id(2) // H).to(tl.int64)
     h = tl.program_id(2) % H
+    _doc, origin, T, base, n, segment = _document(table, places, tl.program_id(1), batch, T, n)
+    if table is not None:  # noqa: SIM102
+        if segment * SEGMENT >= n:
+            return
     a, b, weight = _pair(p, SLICES)
     if REVERSE:
         weight = 1
@@ -164,7 +187,7 @@ def _states(
         block = first + i
         if REVERSE:
             block = first + count - 1 - i
-        slot = (batch * n + block) * H + h
+        slot = (base + block) * H + h
         tl.store(
             S + slot * F * E + f[:, None] * E + e[None, :], acc.to(S.dtype.element_ty), mask=(e < E)[None, :]
         )
@@ -177,7 +200,7 @@ def _states(
             m = m0 + tl.arange(0, BC)
             token = block * CHUNK + SHIFT + m // GROUP
             real = (token >= FIRST) & (token < T)
-            row = (batch * T + token) * HEADS + h * GROUP + m % GROUP
+            row = (origin + token) * HEADS + h * GROUP + m % GROUP
             left = tl.load(phi + row[None, :] * R + a * SIDE + c, mask=real[None, :], other=0.0).to(
                 tl.float32
             )
@@ -197,22 +220,29 @@ def _states(
                 x + row[:, None] * E + e[None, :], mask=real[:, None] & (e < E)[None, :], other=0.0
             )
             acc = tl.dot(features.to(tile.dtype), tile, acc, input_precision=EXACT)
-    slot = (batch * tl.num_programs(1) + segment) * H + h
+    slot = (batch * tl.num_programs(1) + tl.program_id(1)) * H + h
     tl.store(totals + slot * F * E + f[:, None] * E + e[None, :], acc, mask=(e < E)[None, :])
     if e0 == 0:
         tl.store(ztotals + slot * F + f, sums)
 
 
 @triton.jit(do_not_specialize=["n", "segments", "H"])
-def _join(S, totals, n, segments, H, SIZE, REVERSE: tl.constexpr, BS: tl.constexpr):
+def _join(
+    S, totals, table, places, n, segments, H, SIZE, REVERSE: tl.constexpr, BS: tl.constexpr
+):  # fmt: skip
     """Adds to S [B, n, H, SIZE] the totals [B, segments, H, SIZE] of all earlier, or later, segments.
 
     Grid (tiles of BS numbers, segments, B x H). Always in the same order: from the document's start, or end.
     """
     at = tl.program_id(0) * BS + tl.arange(0, BS)
-    segment = tl.program_id(1)
     batch = (tl.program_id(2) // H).to(tl.int64)
     h = tl.program_id(2) % H
+    _doc, _origin, _T, base, n, segment = _document(table, places, tl.program_id(1), batch, 0, n)
+    if table is not None:  # noqa: SIM102
+        if segment * SEGMENT >= n:
+            return
+    mine = batch * segments + tl.program_id(1) - segment  # the document's first segment
+    segments = tl.cdiv(n, SEGMENT)
     live = at < SIZE
     before = tl.zeros((BS,), tl.float32)
     others = segment
@@ -222,10 +252,10 @@ def _join(S, totals, n, segments, H, SIZE, REVERSE: tl.constexpr, BS: tl.constex
         other = i
         if REVERSE:
             other = segments - 1 - i
-        before += tl.load(totals + ((batch * segments + other) * H + h) * SIZE + at, mask=live, other=0.0)
+        before += tl.load(totals + ((mine + other) * H + h) * SIZE + at, mask=live, other=0.0)
     first = segment * SEGMENT
     for block in range(first, tl.minimum(n, first + SEGMENT)):
-        where = S + ((batch * n + block) * H + h) * SIZE + at
+        where = S + ((base + block) * H + h) * SIZE + at
         tl.store(
             where,
             (tl.load(where, mask=live, other=0.0).to(tl.float32) + before).to(S.dtype.element_ty),
@@ -279,7 +309,7 @@ def _make_room(acc, mass, top, far, lift):
 
 @triton.jit(do_not_specialize=["T", "n", "normaliser"])
 def _forward(
-    q, k, v, phi_q, phi_k, offset, lift, S, z, center, o, near_row, far_row, T, n, normaliser,
+    q, k, v, phi_q, phi_k, offset, lift, S, z, center, o, near_row, far_row, table, places, T, n, normaliser,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, SOFT: tl.constexpr,
     DEGREE: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, STACK: tl.constexpr,
@@ -296,17 +326,21 @@ def _forward(
     """
     F: tl.constexpr = PAIRS * PAIR
     TOKENS: tl.constexpr = BM // STACK
-    t0 = tl.program_id(0) * TOKENS
+    batch = tl.program_id(2).to(tl.int64)
+    doc, origin, T, base, _n, place = _document(table, places, tl.program_id(0), batch, T, n)
+    t0 = place * TOKENS
+    if table is not None:  # noqa: SIM102
+        if t0 >= T:
+            return
     start = tl.maximum(t0 // C * C - (W - C), 0)
     chunk = start // CHUNK
-    batch = tl.program_id(2).to(tl.int64)
     head0 = tl.program_id(1) * STACK
     h = head0 // (HQ // H)
     m = tl.arange(0, BM)
     token = t0 + m // STACK
     head = head0 + m % STACK
     real = token < T
-    row = (batch * T + token) * HQ + head
+    row = (origin + token) * HQ + head
     x = _load(q, row, real, D, BD)
     acc = tl.zeros((BM, BE), tl.float32)
     mass = tl.zeros((BM,), tl.float32)
@@ -319,20 +353,20 @@ def _forward(
     if SINKS > 0:  # noqa: SIM102, since only the first is known to the compiler
         if start > 0:
             j = tl.arange(0, 16)
-            key = (batch * T + j) * H + h
+            key = (origin + j) * H + h
             here = (j < SINKS) & (j < start)
             y, u = _load(k, key, here, D, BD), _load(v, key, here, E, BE)
             acc, mass, top = _near(acc, mass, top, x, y, u, here[None, :], shift, DEGREE, SOFT)
     for j0 in range(start, tl.minimum(t0 + TOKENS, T), BN):
         j = j0 + tl.arange(0, BN)
-        key = (batch * T + j) * H + h
+        key = (origin + j) * H + h
         y, u = _load(k, key, j < T, D, BD), _load(v, key, j < T, E, BE)
         acc, mass, top = _near(acc, mass, top, x, y, u, j[None, :] <= token[:, None], shift, DEGREE, SOFT)
     if CHUNK > C or W > C:
         phi = _load(phi_q, row, real, R, BR)
         for j0 in range(chunk * CHUNK, start, BN):
             j = j0 + tl.arange(0, BN)
-            key = (batch * T + j) * H + h
+            key = (origin + j) * H + h
             s = tl.dot(phi, tl.trans(_load(phi_k, key, j >= SINKS, R, BR)), input_precision=EXACT)
             w = s * s
             if SOFT:
@@ -343,7 +377,7 @@ def _forward(
             mass += tl.sum(w.to(tl.float32), 1)
             acc = tl.dot(w, u, acc, input_precision=EXACT)
     if chunk > 0:
-        slot = (batch * n + chunk) * H + h
+        slot = (base + chunk) * H + h
         far, live = _far_mass(_load(phi_q, row, real, R, BR), z + slot * F, R, SLICES, BR)
         live = live & real
         if SOFT:
@@ -360,7 +394,7 @@ def _forward(
             state = _load(S, slot * F + p * PAIR + f, f >= 0, E, BE)
             acc = tl.dot(features.to(state.dtype), state, acc, input_precision=EXACT)
         e = tl.arange(0, BE)
-        middle = tl.load(center + (batch * H + h) * E + e, mask=e < E, other=0.0)
+        middle = tl.load(center + (doc * H + h) * E + e, mask=e < E, other=0.0)
         acc += far[:, None] * middle.to(tl.float32)[None, :]
     if SOFT:
         mass += normaliser * tl.exp(tl.minimum(-top, 80.0))
@@ -390,7 +424,7 @@ def _near_gradient(x, y, u, g, dot, near, allowed, shift, DEGREE: tl.constexpr, 
 @triton.jit(do_not_specialize=["T", "n"])
 def _queries(
     q, k, v, phi_q, phi_k, offset, S, z, center, o, near_row, far_row, do,
-    dq, dphi_q, doffset, dlift, delta, far_delta, T, n,
+    dq, dphi_q, doffset, dlift, delta, far_delta, table, places, T, n,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, SOFT: tl.constexpr,
     DEGREE: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, STACK: tl.constexpr,
@@ -403,21 +437,25 @@ def _queries(
     """
     F: tl.constexpr = PAIRS * PAIR
     TOKENS: tl.constexpr = BM // STACK
-    t0 = tl.program_id(0) * TOKENS
+    batch = tl.program_id(2).to(tl.int64)
+    doc, origin, T, base, _n, place = _document(table, places, tl.program_id(0), batch, T, n)
+    t0 = place * TOKENS
+    if table is not None:  # noqa: SIM102
+        if t0 >= T:
+            return
     start = tl.maximum(t0 // C * C - (W - C), 0)
     chunk = start // CHUNK
-    batch = tl.program_id(2).to(tl.int64)
     head0 = tl.program_id(1) * STACK
     h = head0 // (HQ // H)
     m = tl.arange(0, BM)
     token = t0 + m // STACK
     head = head0 + m % STACK
     real = token < T
-    row = (batch * T + token) * HQ + head
+    row = (origin + token) * HQ + head
     e = tl.arange(0, BE)
     g = _load(do, row, real, E, BE)
     dot = tl.sum(g.to(tl.float32) * _load(o, row, real, E, BE).to(tl.float32), 1)
-    middle = tl.load(center + (batch * H + h) * E + e, mask=e < E, other=0.0).to(tl.float32)
+    middle = tl.load(center + (doc * H + h) * E + e, mask=e < E, other=0.0).to(tl.float32)
     far_dot = dot - tl.sum(g.to(tl.float32) * middle[None, :], 1)
     tl.store(delta + row, dot, mask=real)
     tl.store(far_delta + row, far_dot, mask=real)
@@ -431,7 +469,7 @@ def _queries(
     if SINKS > 0:  # noqa: SIM102, since only the first is known to the compiler
         if start > 0:
             j = tl.arange(0, 16)
-            key = (batch * T + j) * H + h
+            key = (origin + j) * H + h
             here = (j < SINKS) & (j < start)
             y, u = _load(k, key, here, D, BD), _load(v, key, here, E, BE)
             ds = _near_gradient(x, y, u, g, dot, near, here[None, :], shift, DEGREE, SOFT)
@@ -440,7 +478,7 @@ def _queries(
             acc = tl.dot(ds.to(y.dtype), y, acc, input_precision=EXACT)
     for j0 in range(start, tl.minimum(t0 + TOKENS, T), BN):
         j = j0 + tl.arange(0, BN)
-        key = (batch * T + j) * H + h
+        key = (origin + j) * H + h
         y, u = _load(k, key, j < T, D, BD), _load(v, key, j < T, E, BE)
         ds = _near_gradient(x, y, u, g, dot, near, j[None, :] <= token[:, None], shift, DEGREE, SOFT)
         if offset is not None:
@@ -455,7 +493,7 @@ def _queries(
         phi = _load(phi_q, row, real, R, BR)
         for j0 in range(chunk * CHUNK, start, BN):
             j = j0 + tl.arange(0, BN)
-            key = (batch * T + j) * H + h
+            key = (origin + j) * H + h
             y, u = _load(phi_k, key, j >= SINKS, R, BR), _load(v, key, j >= SINKS, E, BE)
             s = tl.dot(phi, tl.trans(y), input_precision=EXACT)
             dw = tl.dot(g, tl.trans(u), input_precision=EXACT) - dot[:, None]
@@ -465,7 +503,7 @@ def _queries(
     which = tl.arange(0, ROUND)
     grad = tl.zeros((BM, ROUND, SIDE), tl.float32)
     if chunk > 0:
-        slot = (batch * n + chunk) * H + h
+        slot = (base + chunk) * H + h
         _far, live = _far_mass(_load(phi_q, row, real, R, BR), z + slot * F, R, SLICES, BR)
         live = live & real
         f = tl.arange(0, PAIR)
@@ -512,7 +550,7 @@ def _queries_near(
 
 @triton.jit(do_not_specialize=["T"])
 def _sinks(
-    q, k, v, offset, near_row, delta, do, dk, dv, T,
+    q, k, v, offset, near_row, delta, do, dk, dv, table, places, T,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     SINKS: tl.constexpr, SOFT: tl.constexpr, DEGREE: tl.constexpr, STACK: tl.constexpr, SPAN: tl.constexpr,
     BM: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
@@ -524,20 +562,24 @@ def _sinks(
     TOKENS: tl.constexpr = BM // STACK
     TURNS: tl.constexpr = HQ // H // STACK
     batch = tl.program_id(2).to(tl.int64)
+    _doc, origin, T, _base, _n, place = _document(table, places, tl.program_id(0), batch, T, 0)
+    begin = place * SPAN
+    if table is not None:  # noqa: SIM102
+        if begin >= T:
+            return
     h = tl.program_id(1)
     j = tl.arange(0, 16)
     here = (j < SINKS) & (j < T)
-    key = (batch * T + j) * H + h
+    key = (origin + j) * H + h
     y, u = _load(k, key, here, D, BD), _load(v, key, here, E, BE)
     gk = tl.zeros((16, BD), tl.float32)
     gv = tl.zeros((16, BE), tl.float32)
     m = tl.arange(0, BM)
-    begin = tl.program_id(0) * SPAN
     turns = tl.cdiv(tl.maximum(tl.minimum(begin + SPAN, T) - begin, 0), TOKENS) * TURNS
     for i in range(turns):
         token = begin + i // TURNS * TOKENS + m // STACK
         head = (h * TURNS + i % TURNS) * STACK + m % STACK
-        row = (batch * T + token) * HQ + head
+        row = (origin + token) * HQ + head
         real = token < T
         x, g = _load(q, row, real, D, BD), _load(do, row, real, E, BE)
         near = tl.load(near_row + row, mask=real, other=0.0)
@@ -553,40 +595,44 @@ def _sinks(
     _save(dv, slot, j < SINKS, gv, E, BE)
 
 
-@triton.jit(do_not_specialize=["T", "n"])
+@triton.jit(do_not_specialize=["T", "n", "spans"])
 def _keys(
-    q, k, v, far_v, phi_q, phi_k, offset, S, z, near_row, far_row, delta, do, sink_dk, sink_dv,
-    dk, dv, dphi_k, T, n,
+    q, k, v, far_v, phi_q, phi_k, offset, S, z, near_row, far_row, delta, do, sink_dk, sink_dv, first_span,
+    dk, dv, dphi_k, table, places, T, n, spans,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, SOFT: tl.constexpr,
-    DEGREE: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, STACK: tl.constexpr,
+    DEGREE: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, STACK: tl.constexpr, SPAN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
     """dk, dv, dphi_k. S and z are R and its ones column, far_v is v less its center.
 
     Grid (tiles of BN keys, H, B). First the far part; then, BM / STACK tokens of STACK heads at a time, the
     queries of the chunk whose window has passed and those whose window holds the tile. sink_dk and sink_dv
-    [B, SINKS, H, D or E] float32 are what _sinks found.
+    are what _sinks found; first_span [N] has where a document's spans start, None for `spans` a row.
     """
     F: tl.constexpr = PAIRS * PAIR
     TOKENS: tl.constexpr = BM // STACK
     TURNS: tl.constexpr = HQ // H // STACK
-    j0 = tl.program_id(0) * BN
+    batch = tl.program_id(2).to(tl.int64)
+    doc, origin, T, base, _n, place = _document(table, places, tl.program_id(0), batch, T, n)
+    j0 = place * BN
+    if table is not None:  # noqa: SIM102
+        if j0 >= T:
+            return
     passed = (j0 // C + W // C) * C  # the first token that does not see the tile as near
     away = (j0 // CHUNK + 1) * CHUNK + W - C  # the first that sees it through a state
-    batch = tl.program_id(2).to(tl.int64)
     h = tl.program_id(1)
     j = j0 + tl.arange(0, BN)
     real = j < T
     sketched = real & (j >= SINKS)
-    key = (batch * T + j) * H + h
+    key = (origin + j) * H + h
     gv = tl.zeros((BN, BE), tl.float32)
     ROUND: tl.constexpr = BR // SIDE
     which = tl.arange(0, ROUND)
     grad = tl.zeros((BN, ROUND, SIDE), tl.float32)
     if away < T:
         u = _load(far_v, key, real, E, BE)
-        slot = (batch * n + j0 // CHUNK) * H + h
+        slot = (base + j0 // CHUNK) * H + h
         f = tl.arange(0, PAIR)
         for p in range(PAIRS):
             a, b, weight = _pair(p, SLICES)
@@ -610,7 +656,7 @@ def _keys(
         for i in range(turns):
             token = passed + i // TURNS * TOKENS + m // STACK
             head = (h * TURNS + i % TURNS) * STACK + m % STACK
-            row = (batch * T + token) * HQ + head
+            row = (origin + token) * HQ + head
             here = token < T
             x, g = _load(phi_q, row, here, R, BR), _load(do, row, here, E, BE)
             scale = tl.load(far_row + row, mask=here, other=0.0)
@@ -625,15 +671,19 @@ def _keys(
     y = _load(k, key, real, D, BD)
     gk = tl.zeros((BN, BD), tl.float32)
     if SINKS > 0:
-        sink = (batch * SINKS + j) * H + h
-        gk += _load(sink_dk, sink, j < SINKS, D, BD)
-        gv += _load(sink_dv, sink, j < SINKS, E, BE)
+        span = batch * spans
+        if first_span is not None:
+            span = tl.load(first_span + doc).to(tl.int64)
+        for i in range(tl.where(j0 < SINKS, tl.cdiv(T, SPAN), 0)):
+            sink = ((span + i) * SINKS + j) * H + h
+            gk += _load(sink_dk, sink, j < SINKS, D, BD)
+            gv += _load(sink_dv, sink, j < SINKS, E, BE)
     start = j0 // TOKENS * TOKENS
     turns = tl.cdiv(tl.minimum(passed, T) - start, TOKENS) * TURNS
     for i in range(turns):
         token = start + i // TURNS * TOKENS + m // STACK
         head = (h * TURNS + i % TURNS) * STACK + m % STACK
-        row = (batch * T + token) * HQ + head
+        row = (origin + token) * HQ + head
         here = token < T
         x, g = _load(q, row, here, D, BD), _load(do, row, here, E, BE)
         near = tl.load(near_row + row, mask=here, other=0.0)
@@ -778,76 +828,138 @@ def _shape(q, k, v, phi_q, rule: list[int]) -> _Shape:
     )
 
 
-def _sum_states(phi, x, scale, delta, s: _Shape, tiles: Tiles) -> tuple[torch.Tensor, ...]:
+class _Packed(NamedTuple):
+    """Where documents packed in a row lie; without reading cu_seqlens on the host."""
+
+    cu: torch.Tensor  # [N + 1] int32
+    table: torch.Tensor  # [2, N + 1] int32, where documents and their states start
+    states: int  # no fewer than there are
+    T: int
+
+    @classmethod
+    def of(cls, cu: torch.Tensor | None, s: _Shape) -> "_Packed | None":
+        if cu is None:
+            return None
+        lengths = cu.diff()
+        opened = torch.div(lengths, s.C, rounding_mode="floor") * s.C - (s.W - s.C)
+        counts = torch.div(opened.clamp(min=0), s.chunk, rounding_mode="floor") + 1
+        firsts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+        table = torch.stack((cu, firsts)).int()
+        return cls(table[0], table, s.T // s.chunk + len(lengths), s.T)
+
+    def places(self, size: int, states: bool = False) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """Programs of `size` tokens or states each: N, then document and place of each; firsts; how many."""
+        ends = self.table[int(states)]
+        N = len(ends) - 1
+        count = (self.states if states else self.T) // size + N
+        each = torch.div(ends.diff() + size - 1, size, rounding_mode="floor")
+        last = each.cumsum(0)
+        index = torch.arange(count, device=ends.device)
+        doc = torch.searchsorted(last, index, right=True)
+        inside = doc.clamp(max=N - 1)
+        place = torch.where(doc < N, index - (last - each)[inside], 1 << 20)  # past the end of any
+        pairs = torch.stack((inside, place), 1).flatten()
+        return torch.cat((pairs.new_full((1,), N), pairs)).int(), (last - each).int(), count
+
+
+def _spread(packed: _Packed | None, s: _Shape, size: int) -> tuple[tuple, int]:
+    """The arguments (table, places) of a kernel whose programs take `size` tokens each, and their number."""
+    if packed is None:
+        return (None, None), triton.cdiv(s.T, size)
+    places, _, count = packed.places(size)
+    return (packed.table, places), count
+
+
+def _sum_states(phi, x, scale, delta, packed, s: _Shape, tiles: Tiles) -> tuple[torch.Tensor, ...]:
     """S [B, n, H, F, E] and z [B, n, H, F], before each chunk, and each segment's totals; R with scale."""
-    reverse, F, n = scale is not None, s.pairs * TILE**2, s.last + 1
+    reverse, F, n, segments = scale is not None, s.pairs * TILE**2, s.last + 1, s.segments
+    where = None, None
+    if packed is not None:
+        n = packed.states
+        places, _, segments = packed.places(SEGMENT.value, states=True)
+        where = packed.table, places
     shape, device = (s.B, n, s.H, F), x.device
     S = torch.empty(*shape, s.E, dtype=x.dtype, device=device)
     z = torch.empty(shape, dtype=torch.float32, device=device)
-    totals = torch.empty(s.B, s.segments, s.H, F, s.E, dtype=torch.float32, device=device)
+    totals = torch.empty(s.B, segments, s.H, F, s.E, dtype=torch.float32, device=device)
     ztotals = torch.empty(totals.shape[:-1], dtype=torch.float32, device=device)
     BE = min(128, _power_of_two(s.E))
     heads = phi.shape[2]
-    _states[(s.pairs * triton.cdiv(s.E, BE), s.segments, s.B * s.H)](
-        phi, x, scale, delta, S, z, totals, ztotals, s.T, n,
+    _states[(s.pairs * triton.cdiv(s.E, BE), segments, s.B * s.H)](
+        phi, x, scale, delta, S, z, totals, ztotals, *where, s.T, n,
         HEADS=heads, GROUP=heads // s.H, E=s.E, R=s.R, CHUNK=s.chunk, FIRST=0 if reverse else s.sinks,
         SHIFT=s.W - s.C if reverse else 0, SLICES=s.R // TILE, PAIRS=s.pairs,
         REVERSE=reverse, BC=min(tiles.keys, s.C & -s.C), BE=BE,
         num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    if s.segments > 1:
+    if segments > 1:
         for sums, total, size in ((S, totals, F * s.E), (z, ztotals, F)):
-            _join[(triton.cdiv(size, 2048), s.segments, s.B * s.H)](
-                sums, total, n, s.segments, s.H, size, REVERSE=reverse, BS=2048, num_warps=8
+            _join[(triton.cdiv(size, 2048), segments, s.B * s.H)](
+                sums, total, *where, n, segments, s.H, size, REVERSE=reverse, BS=2048, num_warps=8
             )
     return S, z, totals, ztotals
 
 
-def _centered(v: torch.Tensor, s: _Shape) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean of v over the first chunk [B, H, E], which all who look further have seen, and v less it."""
-    center = v[:, : s.chunk].float().mean(1).to(v.dtype)
-    return center, v - center.unsqueeze(1)
+def _centered(v: torch.Tensor, packed: _Packed | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """The mean of a document's first values [N, H, E], which all who look far have seen, and v less it."""
+    if packed is None:
+        center = v[:, :EARLY].float().mean(1).to(v.dtype)
+        return center, v - center.unsqueeze(1)
+    at = packed.cu[:-1, None] + torch.arange(EARLY, device=v.device)
+    here = (at < packed.cu[1:, None])[..., None, None]
+    values = v[0, at.clamp(max=v.shape[1] - 1)].float().where(here, 0)
+    center = (values.sum(1) / here.sum(1).clamp(min=1)).to(v.dtype)
+    doc = torch.searchsorted(packed.cu[1:], torch.arange(v.shape[1], device=v.device), right=True)
+    return center, v - center[doc]
 
 
-def _sink_gradients(q, k, v, offset, near, delta, do, s: _Shape, tiles: Tiles):
-    """dk and dv [B, sinks, H, D or E] float32 of the sinks, from queries whose window is further on."""
+SPAN = 256  # tokens whose gradients of sinks one program sums
+
+
+def _sink_gradients(q, k, v, offset, near, delta, do, packed, s: _Shape, tiles: Tiles):
+    """dk and dv [B, spans, sinks, H, D or E] float32 of the sinks, and where each document's spans start."""
     stack, rows = s.stacked(tiles)
-    tokens = rows // stack
-    span = tokens * max(1, 256 // tokens)
-    spans = triton.cdiv(s.T, span)
+    first, spans, where = None, triton.cdiv(s.T, SPAN), (None, None)
+    if packed is not None:
+        places, first, spans = packed.places(SPAN)
+        where = packed.table, places
     dk, dv = (q.new_empty(s.B, spans, s.sinks, s.H, size, dtype=torch.float32) for size in (s.D, s.E))
     _sinks[(spans, s.H, s.B)](
-        q, k, v, offset, near, delta, do, dk, dv, s.T,
-        STACK=stack, SPAN=span, BM=rows, **s.exact_tiles(tiles),
+        q, k, v, offset, near, delta, do, dk, dv, *where, s.T,
+        STACK=stack, SPAN=SPAN, BM=rows, **s.exact_tiles(tiles),
     )  # fmt: skip
-    return dk.sum(1), dv.sum(1)
+    return dk, dv, first
 
 
 @torch.library.custom_op(f"{OPS}::forward", mutates_args=())
 def _forward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor, phi_k: torch.Tensor,
-    offset: torch.Tensor | None, lift: torch.Tensor | None, rule: list[int], normaliser: float,
+    offset: torch.Tensor | None, lift: torch.Tensor | None, cu: torch.Tensor | None,
+    rule: list[int], normaliser: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     s, cut = _shape(q, k, v, phi_q, rule), plan(q.dtype, max(q.shape[-1], v.shape[-1]))
-    center, far_v = _centered(v, s)
-    S, z, totals, ztotals = _sum_states(phi_k, far_v, None, None, s, cut.states)
+    packed = _Packed.of(cu, s)
+    center, far_v = _centered(v, packed)
+    S, z, totals, ztotals = _sum_states(phi_k, far_v, None, None, packed, s, cut.states)
     o, near = torch.empty(s.B, s.T, s.HQ, s.E, dtype=v.dtype, device=v.device), _rows_of(q)
     far = _rows_of(q) if s.soft else q.new_empty(0, dtype=torch.float32)
     options = s.query_tiles(cut.forward)
-    tokens, stack = options["BM"] // options["STACK"], options["STACK"]
-    _forward[(triton.cdiv(s.T, tokens), s.HQ // stack, s.B)](
-        q, k, v, phi_q, phi_k, offset, lift, S, z, center, o, near, far, s.T, s.last + 1, normaliser,
+    where, tiles = _spread(packed, s, options["BM"] // options["STACK"])
+    _forward[(tiles, s.HQ // options["STACK"], s.B)](
+        q, k, v, phi_q, phi_k, offset, lift, S, z, center, o, near, far, *where, s.T, s.last + 1, normaliser,
         **options,
     )  # fmt: skip
+    if packed is not None:
+        return o, near, far, q.new_empty(0, dtype=torch.float32)
     mass = ztotals.sum(1).unsqueeze(-1)
     return o, near, far, torch.cat((totals.sum(1) + mass * center.unsqueeze(2), mass), -1)
 
 
 @_forward_op.register_fake
-def _(q, k, v, phi_q, phi_k, offset, lift, rule, normaliser):
+def _(q, k, v, phi_q, phi_k, offset, lift, cu, rule, normaliser):
     B, T, HQ, _ = q.shape
     E, F = v.shape[-1], num_features(phi_q.shape[-1])
-    state = q.new_empty(B, k.shape[2], F, E + 1, dtype=torch.float32)
+    state = q.new_empty((B, k.shape[2], F, E + 1) if cu is None else 0, dtype=torch.float32)
     far = _rows_of(q) if rule[3] else q.new_empty(0, dtype=torch.float32)
     return v.new_empty(B, T, HQ, E), _rows_of(q), far, state
 
@@ -855,34 +967,37 @@ def _(q, k, v, phi_q, phi_k, offset, lift, rule, normaliser):
 @torch.library.custom_op(f"{OPS}::backward", mutates_args=())
 def _backward_op(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor,
-    phi_k: torch.Tensor, offset: torch.Tensor | None, o: torch.Tensor, near: torch.Tensor,
-    far: torch.Tensor, rule: list[int],
+    phi_k: torch.Tensor, offset: torch.Tensor | None, cu: torch.Tensor | None, o: torch.Tensor,
+    near: torch.Tensor, far: torch.Tensor, rule: list[int],
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
     s, cut = _shape(q, k, v, phi_q, rule), plan(q.dtype, max(q.shape[-1], v.shape[-1]))
-    n = s.last + 1
+    n, packed = s.last + 1, _Packed.of(cu, s)
     far = far if s.soft else near
-    center, far_v = _centered(v, s)
-    S, z, _, _ = _sum_states(phi_k, far_v, None, None, s, cut.states)
+    center, far_v = _centered(v, packed)
+    S, z, _, _ = _sum_states(phi_k, far_v, None, None, packed, s, cut.states)
     dq, dphi_q = torch.empty_like(q), torch.empty_like(phi_q)
     delta, far_delta = torch.empty_like(near), torch.empty_like(near)
     doffset = torch.empty_like(near) if offset is not None else None
     dlift = torch.empty_like(near) if s.soft else None
     options = s.query_tiles(cut.queries)
-    tokens, stack = options["BM"] // options["STACK"], options["STACK"]
-    _queries[(triton.cdiv(s.T, tokens), s.HQ // stack, s.B)](
+    where, tiles = _spread(packed, s, options["BM"] // options["STACK"])
+    _queries[(tiles, s.HQ // options["STACK"], s.B)](
         q, k, v, phi_q, phi_k, offset, S, z, center, o, near, far, do,
-        dq, dphi_q, doffset, dlift, delta, far_delta, s.T, n, **options,
+        dq, dphi_q, doffset, dlift, delta, far_delta, *where, s.T, n, **options,
     )  # fmt: skip
     del S, z
-    S, z, _, _ = _sum_states(phi_q, do, far, far_delta, s, cut.gradients)
-    sinks = _sink_gradients(q, k, v, offset, near, delta, do, s, cut.keys) if s.sinks else (None, None)
+    S, z, _, _ = _sum_states(phi_q, do, far, far_delta, packed, s, cut.gradients)
+    sinks = (None, None, None)
+    if s.sinks:
+        sinks = _sink_gradients(q, k, v, offset, near, delta, do, packed, s, cut.keys)
     dk, dv, dphi_k = torch.empty_like(k), torch.empty_like(v), torch.empty_like(phi_k)
     options = s.query_tiles(cut.keys)
-    _keys[(triton.cdiv(s.T, options["BN"]), s.H, s.B)](
+    where, tiles = _spread(packed, s, options["BN"])
+    _keys[(tiles, s.H, s.B)](
         q, k, v, far_v, phi_q, phi_k, offset, S, z, near, far, delta, do, *sinks,
-        dk, dv, dphi_k, s.T, n, **options,
+        dk, dv, dphi_k, *where, s.T, n, triton.cdiv(s.T, SPAN), SPAN=SPAN, **options,
     )  # fmt: skip
     none = q.new_zeros(0)
     doffset = none if doffset is None else doffset.sum((0, 1))
@@ -890,7 +1005,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(do, q, k, v, phi_q, phi_k, offset, o, near, far, rule):
+def _(do, q, k, v, phi_q, phi_k, offset, cu, o, near, far, rule):
     doffset = q.new_empty(0) if offset is None else q.new_empty(q.shape[2], dtype=torch.float32)
     dlift = torch.empty_like(near) if rule[3] else q.new_empty(0)
     return *(torch.empty_like(x) for x in (q, k, v, phi_q, phi_k)), doffset, dlift
@@ -901,18 +1016,18 @@ def _rows_of(q: torch.Tensor) -> torch.Tensor:
 
 
 def _keep(ctx, inputs, output):
-    q, k, v, phi_q, phi_k, offset, _, ctx.rule, _ = inputs
+    q, k, v, phi_q, phi_k, offset, _, cu, ctx.rule, _ = inputs
     o, near, far, S = output
     ctx.mark_non_differentiable(near, far, S)
-    ctx.save_for_backward(q, k, v, phi_q, phi_k, offset, o, near, far)
+    ctx.save_for_backward(q, k, v, phi_q, phi_k, offset, cu, o, near, far)
 
 
 def _gradients(ctx, do, _near, _far, _S):
-    q, k, v, phi_q, phi_k, offset, o, near, far = ctx.saved_tensors
+    q, k, v, phi_q, phi_k, offset, cu, o, near, far = ctx.saved_tensors
     *grads, doffset, dlift = _backward_op(
-        do.contiguous(), q, k, v, phi_q, phi_k, offset, o, near, far, ctx.rule
+        do.contiguous(), q, k, v, phi_q, phi_k, offset, cu, o, near, far, ctx.rule
     )
-    return *grads, None if offset is None else doffset, dlift if ctx.rule[3] else None, None, None
+    return *grads, None if offset is None else doffset, dlift if ctx.rule[3] else None, None, None, None
 
 
 _forward_op.register_autograd(_gradients, setup_context=_keep)
@@ -922,17 +1037,19 @@ def polysketch_triton(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor, phi_k: torch.Tensor, *,
     degree: int, block: int, window: int | None = None, sinks: int = 0, soft: bool = False,
     offset: torch.Tensor | None = None, far_scale: torch.Tensor | None = None, normaliser: float = 0.0,
-) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
+    cu_seqlens: torch.Tensor | None = None, keep_state: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor | None]:  # fmt: skip
     """chunked.polysketch without gates, for whole rows.
 
     Args:
         q, k, v, phi_q, phi_k: as there, all of one dtype, bfloat16 or float32 (full precision, slow).
         degree: 2, 4 or 8. block: a multiple of 16, best of 64. window, sinks: at most 16.
         soft: local="softmax". offset: [HQ] or None, for powers. far_scale: [HQ] or [B, T, HQ] or None.
+        cu_seqlens: [N + 1] or None, documents packed in one row. keep_state: whether S is wanted.
 
     Returns:
         o [B, T, HQ, E] in v's dtype, and S [B, H, F, E + 1] float32 of the keys older than the open block's
-        window, without gradient.
+        window, without gradient; None for packed documents or when not asked for.
     """
     q, k, v, phi_q, phi_k = (x.contiguous() for x in (q, k, v, phi_q, phi_k))
     rule = [block, window or block, sinks, int(soft), degree]
@@ -944,7 +1061,10 @@ def polysketch_triton(
         phi_q = phi_q * (far_scale.float() / 2).exp().to(phi_q.dtype).unsqueeze(-1)
     if offset is not None:
         offset = offset.float().contiguous()
-    o, _, _, S = _forward_op(q, k, v, phi_q, phi_k, offset, lift, rule, float(normaliser))
+    cu = None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int64)
+    o, _, _, S = _forward_op(q, k, v, phi_q, phi_k, offset, lift, cu, rule, float(normaliser))
+    if cu is not None or not keep_state:
+        return o, None
     return o, _with_rest(S, k, v, phi_k, _shape(q, k, v, phi_q, rule))
 
 
