@@ -22,7 +22,7 @@ test-all: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(STAMP)
 	$(BIN)/python benchmarks/kernels.py
