@@ -225,6 +225,15 @@ def peak(f) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
+def decode(B: int) -> dict[str, float]:
+    """Milliseconds of one token after a state, replayed from a CUDA graph."""
+    with torch.no_grad():
+        (q, k, v, g), _ = big(B, 1)
+        _, state = gsa(q, k, v, g, mass=True, backend="triton")
+        step = lambda: gsa(q, k, v, g, mass=True, state=state, backend="triton")  # noqa: E731
+        return {"step": triton.testing.do_bench_cudagraph(step, rep=10, return_mode="median")}
+
+
 def kernels(B: int, T: int) -> dict[str, float]:
     """Milliseconds of each kernel in one forward and backward."""
     ins, do = big(B, T)
@@ -255,7 +264,7 @@ def softmax(B: int, T: int, backend) -> dict[str, float]:
 
 def attempt(name: str, f, *args) -> None:
     try:
-        print(json.dumps({"time": name, **{k: round(v, 3) for k, v in f(*args).items()}}), flush=True)
+        print(json.dumps({"time": name, **{k: round(v, 4) for k, v in f(*args).items()}}), flush=True)
     except Exception as error:
         print(json.dumps({"time": name, "error": repr(error)[:300]}), flush=True)
 
@@ -270,6 +279,8 @@ def timings(quick: bool) -> None:
     for B, T in shapes:
         attempt(f"softmax cuDNN {B}x{T}", softmax, B, T, SDPBackend.CUDNN_ATTENTION)
     attempt("kernels 4x8192", kernels, 4, 8192)
+    for B in (1, 8, 64):
+        attempt(f"decode, {B} rows", decode, B)
     for i, variant in list(enumerate(VARIANTS))[1 : 3 if quick else None]:
         setup(variant)
         attempt(f"variant {i} {variant} 4x8192", times, 4, 8192)

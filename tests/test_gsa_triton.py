@@ -86,6 +86,22 @@ def test_packed_documents_with_states_equal_the_definition(device, monkeypatch, 
     assert all(a.equal(b) for a, b in zip(kept, state))
 
 
+@pytest.mark.parametrize("mass", [False, True], ids=["published read", "mass"])
+def test_one_token_after_a_state_equals_the_definition(mass, device):
+    tensors = inputs((2, 1, 6, 2, 12, 20, 5), "soft", device, torch.float32)
+    sizes = (2, 2, 5, 12), (2, 2, 5, 20)
+    slots = (torch.randn(size, device=device) for size in sizes)
+    state = GSAState(*slots, -torch.rand(2, 2, 5, device=device))
+    gold = everything(gsa_reference, tensors, mass=mass, state=GSAState(*(x.double() for x in state)))
+    kept = [x.clone() for x in state]
+    ours, plain = (
+        everything(op, in_dtype(tensors, torch.float32), mass=mass, state=state)
+        for op in (triton, gsa_reference)
+    )
+    assert_all_as_good_as(ours, plain, gold, torch.float32)
+    assert all(a.equal(b) for a, b in zip(kept, state))
+
+
 def test_a_later_token_changes_no_earlier_output(device, monkeypatch, short_segments):
     monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
     tensors = in_dtype(inputs((1, 70, 2, 1, 16, 16, 16), "soft", device, torch.float32), torch.float32)
@@ -149,14 +165,22 @@ def fenced(monkeypatch):
     monkeypatch.setattr(builder, "create_masked_store", fenced_store)
 
 
-FENCED = {"1": None, "17": None, "129": None, "61": [0, 1, 34, 34, 61]}  # tokens: documents
+FENCED = {  # tokens, documents
+    "one token": (1, None),
+    "a block and a token": (17, None),
+    "a segment and a token": (129, None),
+    "documents": (61, [0, 1, 34, 34, 61]),
+}
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compute-sanitizer's work on a GPU")
-@pytest.mark.parametrize(("T", "cuts"), [(int(T), cuts) for T, cuts in FENCED.items()], ids=FENCED)
+@pytest.mark.parametrize(("T", "cuts"), FENCED.values(), ids=FENCED)
 def test_kernels_touch_no_byte_outside_their_tensors(T, cuts, device, monkeypatch, fenced):
     monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
     tensors = in_dtype(inputs((1, T, 4, 1, 20, 24, 12), "soft", device, torch.float32), torch.float32)
     cu = None if cuts is None else torch.tensor(cuts)
     found = everything(triton, tensors, mass=True, cu_seqlens=cu)
+    if T == 1:
+        after = triton(*tensors, mass=True, state=GSAState(*(found[name] for name in ("K", "V", "log_kept"))))
+        found = {"o": after[0]} | found
     assert all(x.isfinite().all() for x in found.values())

@@ -670,6 +670,37 @@ def _backward(
         tl.store(dv_ptr + row[:, None] * (H * E) + e[None, :], dv, mask=row_ok[:, None] & e_ok[None, :])
 
 
+@triton.jit
+def _decode(
+    q_ptr, k_ptr, v_ptr, g_ptr, o_ptr, k0_ptr, v0_ptr, kept0_ptr, k1_ptr, v1_ptr, kept1_ptr,
+    scale, D, E, slots,
+    G: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, MASS: tl.constexpr,
+):  # fmt: skip
+    """Grid (B * H). One token written into its slots, then the read; slots [M, D] and [M, E] pass once."""
+    pid = tl.program_id(0).to(tl.int64)
+    m, d, e = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
+    m_ok, d_ok, e_ok = m < slots, d < D, e < E
+    k_spot = (pid * slots + m[:, None]) * D + d[None, :]
+    v_spot = (pid * slots + m[:, None]) * E + e[None, :]
+    k_ok, v_ok = m_ok[:, None] & d_ok[None, :], m_ok[:, None] & e_ok[None, :]
+    g = tl.maximum(tl.load(g_ptr + pid * slots + m, mask=m_ok, other=0.0), -1e4)
+    kept = tl.load(kept0_ptr + pid * slots + m, mask=m_ok, other=0.0) + g
+    k = tl.load(k_ptr + pid * D + d, mask=d_ok, other=0.0).to(tl.float32)
+    v = tl.load(v_ptr + pid * E + e, mask=e_ok, other=0.0).to(tl.float32)
+    keep, s = tl.exp(g)[:, None], -_expm1(g)[:, None]
+    K = keep * tl.load(k0_ptr + k_spot, mask=k_ok, other=0.0) + s * k[None, :]
+    V = keep * tl.load(v0_ptr + v_spot, mask=v_ok, other=0.0) + s * v[None, :]
+    tl.store(k1_ptr + k_spot, K, mask=k_ok)
+    tl.store(v1_ptr + v_spot, V, mask=v_ok)
+    tl.store(kept1_ptr + pid * slots + m, kept, mask=m_ok)
+    z, iz = _mass(kept[None, :])
+    for head in range(0, G):
+        q = tl.load(q_ptr + (pid * G + head) * D + d, mask=d_ok, other=0.0).to(tl.float32)
+        U = scale * tl.sum(K * q[None, :], 1)[None, :]
+        P = tl.reshape(_read(U, z, iz, m_ok, MASS), (M,))
+        tl.store(o_ptr + (pid * G + head) * E + e, tl.sum(V * P[:, None], 0), mask=e_ok)
+
+
 def exact_pairs(dtype: torch.dtype) -> bool:
     """Whether pairs inside a block go token by token (EXACT), not as a product of two factors."""
     return dtype != torch.bfloat16
@@ -707,7 +738,11 @@ class _Plan:
 
     def tiles(self) -> dict:
         more = {"SEG": self.segment, "DP": _pad(self.D), "EP": _pad(self.E), "G": self.group}
-        return {**more, **self.kind(), "GR": min(HEADS, triton.next_power_of_2(self.group))}
+        return {
+            **more,
+            **self.kind(),
+            "GR": 1 if self.exact else min(HEADS, triton.next_power_of_2(self.group)),
+        }
 
     def kind(self) -> dict:
         dot = tl.bfloat16 if self.dot == torch.bfloat16 else tl.float32
@@ -771,13 +806,25 @@ def forward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqle
     """o and the final K [N, H, M, D], V [N, H, M, E], Gamma [N, H, M]; inputs as of gsa(), states float32."""
     q, k, v, g, k0, v0, kept0 = _plain(q, k, v, log_gate, k0, v0, kept0)
     plan = _Plan(q, k, v, g, cu_seqlens)
-    (K0, V0, gamma, _), final = _states(plan, k, v, g, k0, v0, kept0)
     o = v.new_empty(*q.shape[:3], plan.E)
+    if plan.T == 1 and k0 is not None:
+        return o, *_one_token(plan, q, k, v, g, o, scale, mass, k0, v0, kept0)
+    (K0, V0, gamma, _), final = _states(plan, k, v, g, k0, v0, kept0)
     _forward[(plan.segments * plan.H,)](
         q, k, v, g, o, K0, V0, gamma, plan.starts, plan.stops, scale,
         plan.T, plan.H, plan.D, plan.E, plan.M, MASS=mass, **plan.tiles(), **_options("forward"),
     )  # fmt: skip
     return o, *final
+
+
+def _one_token(plan: _Plan, q, k, v, g, o, scale: float, mass: bool, k0, v0, kept0):
+    """The slots after a token that follows a state; fills o."""
+    after = tuple(torch.empty_like(x) for x in (k0, v0, kept0))
+    _decode[(q.shape[0] * plan.H,)](
+        q, k, v, g, o, k0, v0, kept0, *after, scale, plan.D, plan.E, plan.M,
+        G=plan.group, DP=_pad(plan.D), EP=_pad(plan.E), M=_pad(plan.M), MASS=mass, num_warps=8,
+    )  # fmt: skip
+    return after
 
 
 def backward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqlens, do, dK1, dV1, dkept1):
