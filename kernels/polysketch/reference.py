@@ -28,7 +28,7 @@ class History(NamedTuple):
 
 def polysketch_reference(
     q, k, v, phi_q, phi_k, *, degree=4, block=256, local="power", window=None, sinks=0, far_scale=None,
-    offset=None, log_gate=None, normaliser=0.0, state=None, cu_seqlens=None,
+    offset=None, log_gate=None, normaliser=0.0, state=None, cu_seqlens=None, keep_state=True,
 ):  # fmt: skip
     """The arguments of chunked.polysketch, in any float dtype; the state is the whole history.
 
@@ -44,12 +44,11 @@ def polysketch_reference(
                       History(*(x[:, a:b] for x in (k, v, phi_k, log_gate))))
             for a, b in pairwise(cuts)
         ]  # fmt: skip
-        return torch.cat([o for o, _ in docs], 1), [history for _, history in docs]
+        return torch.cat([o for o, _ in docs], 1), [history for _, history in docs] if keep_state else None
     new = History(k, v, phi_k, log_gate)
-    return _document(
-        q, phi_q, far_scale, offset, rule,
-        new if state is None else History(*(torch.cat(pair, 1) for pair in zip(state, new))),
-    )  # fmt: skip
+    history = new if state is None else History(*(torch.cat(pair, 1) for pair in zip(state, new)))
+    o, history = _document(q, phi_q, far_scale, offset, rule, history)
+    return o, history if keep_state else None
 
 
 def _document(q, phi_q, far_scale, offset, rule, history):
