@@ -142,14 +142,18 @@ def polysketch(
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"backend is {backend!r}; it must be None, 'triton' or 'torch'")
     if backend == "triton" or (backend is None and q.is_cuda):
-        given = {"state": state, "lengths": lengths}
+        given = {"state": state}
         if keep_state:
-            given["cu_seqlens with keep_state"] = cu_seqlens
+            given |= {"cu_seqlens with keep_state": cu_seqlens, "lengths with keep_state": lengths}
         elif cu_seqlens is not None:
             given["cu_seqlens and more than one row"] = True if B > 1 else None
         reason = why_not_triton(q, k, v, phi_q, rule, given)
         if reason is None:
-            return _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule, cu_seqlens, keep_state)
+            o, state = _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule, cu_seqlens, keep_state)
+            if lengths is not None:
+                outside = torch.arange(T, device=o.device) >= lengths.to(o.device)[:, None]
+                o = o.masked_fill(outside[..., None, None], 0)
+            return o, state
         if backend == "triton":
             raise ValueError(f"backend 'triton' does not take {reason}; backend 'torch' does")
     sums = torch.float64 if q.dtype == torch.float64 else torch.float32
