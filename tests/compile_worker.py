@@ -126,6 +126,34 @@ def polysketch() -> Iterator[Job]:
             yield f"{name} {rule} {NAMES[dtype]}", kernel, types, fixed, options
 
 
+def slots() -> Iterator[Job]:
+    """Gated slots at Mistral's layer in bfloat16 and SmolLM2's in float32."""
+    from unsoftmax.kernels.gsa import triton_chunk as ops
+
+    singles = ("g", "gamma", "dgamma", "dg", "sg", "total", "init", "final", "kept0", "kept1", "k1", "v1")
+    rest = ("k0", "v0", "dk0", "dv0", "dk1", "dv1", "sk", "sv", "own", "buf")  # slots between kernels
+    names = ("own_state", "scan", "forward", "backward_reads", "backward", "decode")
+    warps = {"own_state": "own", "backward_reads": "reads", "decode": "forward", "scan": "own"}
+    for D, G, dtype in ((128, 4, torch.bfloat16), (64, 3, torch.float32)):
+        q, k, g = (torch.empty(1, 256, *size, device="meta") for size in ((8 * G, D), (8, D), (8, 64)))
+        plan = ops._Plan(q.to(dtype), k, k, g, None)
+        fixed = plan.tiles() | {"D": D, "E": D, "X": D, "XP": D, "slots": 64, "MASS": True}
+        fixed |= {"REVERSE": False, "DECAY": True, "HAS_INIT": True, "AHEAD": 8, "BLOCK": 128}
+        fixed |= dict.fromkeys(("seg_start", "seg_end", "doc_first"))
+        for name in names:
+            kernel = getattr(ops, f"_{name}")
+            types = dict.fromkeys(kernel.arg_names, f"*{NAMES[dtype]}")
+            types |= {f"{x}_ptr": f"*{NAMES[plan.dot]}" for x in rest} | {
+                f"{x}_ptr": "*fp32" for x in singles
+            }
+            types |= dict.fromkeys(("T", "H", "n", "first"), "i32") | {"scale": "fp32"}
+            if name == "decode":
+                types |= {"k0_ptr": "*fp32", "v0_ptr": "*fp32"}
+            own = {n: fixed[n] for n in kernel.arg_names if n in fixed}
+            options = ops._options(warps.get(name, name))
+            yield f"_{name} D {D} {NAMES[dtype]}", kernel, types, own, options
+
+
 def compiled(job: Job, arch: int) -> dict[str, Any]:
     name, kernel, types, fixed, options = job
     names = kernel.arg_names
@@ -150,7 +178,7 @@ def compiled(job: Job, arch: int) -> dict[str, Any]:
     }
 
 
-LISTS = {"onehot": onehot, "polysketch": polysketch}
+LISTS = {"onehot": onehot, "polysketch": polysketch, "slots": slots}
 
 if __name__ == "__main__":
     for job in LISTS[sys.argv[1]]():
