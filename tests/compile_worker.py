@@ -143,9 +143,8 @@ def slots() -> Iterator[Job]:
         for name in names:
             kernel = getattr(ops, f"_{name}")
             types = dict.fromkeys(kernel.arg_names, f"*{NAMES[dtype]}")
-            types |= {f"{x}_ptr": f"*{NAMES[plan.dot]}" for x in rest} | {
-                f"{x}_ptr": "*fp32" for x in singles
-            }
+            types |= {f"{x}_ptr": f"*{NAMES[plan.dot]}" for x in rest}
+            types |= {f"{x}_ptr": "*fp32" for x in singles}
             types |= dict.fromkeys(("T", "H", "n", "first"), "i32") | {"scale": "fp32"}
             if name == "decode":
                 types |= {"k0_ptr": "*fp32", "v0_ptr": "*fp32"}

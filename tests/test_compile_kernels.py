@@ -14,9 +14,7 @@ import pytest
 LISTS = ("onehot", "polysketch", "slots")
 WORKER = Path(__file__).with_name("compile_worker.py")
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes a program may have
-STACK = (
-    3_500  # bytes a thread may spill: none is the aim; only float32 kernels, which are for tests, come near
-)
+STACK = 3_500  # bytes a thread may spill: none is the aim; float32, which is for tests, comes near
 PRODUCTS = (
     "_read",
     "_dq",
