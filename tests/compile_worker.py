@@ -2,7 +2,7 @@
 
     python compile_worker.py onehot 90
 
-A line of JSON a kernel: {"name", "registers", "stack", "shared", "tensor_cores"}.
+A line of JSON a kernel: {"name", "registers", "stack", "shared", "wgmma", "tensor_cores"}.
 """
 
 import json
@@ -173,6 +173,7 @@ def compiled(job: Job, arch: int) -> dict[str, Any]:
         "registers": int(registers),
         "stack": int(stack),
         "shared": built.metadata.shared,
+        "wgmma": "wgmma" in built.asm["ptx"],
         "tensor_cores": any(x in built.asm["ptx"] for x in ("wgmma", "mma.sync", "tcgen05")),
     }
 

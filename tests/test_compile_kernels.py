@@ -43,5 +43,7 @@ def test_every_kernel_compiles_and_fits(name, arch, tmp_path):
     for kernel in found:
         assert kernel["shared"] <= SHARED[arch], kernel
         assert kernel["stack"] <= STACK, kernel
+        if name == "slots":  # it reads outside its shared memory there: see triton_chunk._outer
+            assert not kernel["wgmma"], kernel
         if kernel["name"].startswith(PRODUCTS) and "fp32" not in kernel["name"]:
             assert kernel["tensor_cores"], kernel
