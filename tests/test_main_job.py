@@ -55,8 +55,8 @@ def test_polysketch_goes_through_the_same_job(tmp_path, smollm2):
     sets = [word for key in brief for word in ("--set", key)]
     command("unsoftmax-train", "smollm2-135m-polysketch", "--model", out, "--run", run, *sets)
     scores = tmp_path / "scores"
-    words = ("--teacher", smollm2, "--suite", "core", "--limit", "1", "--data", tmp_path, "--out", scores)
-    text = command("unsoftmax-eval", run / "export", *words, "--text", "python-docs")
+    words = ("--teacher", smollm2, "--suite", "text", "--text", "python-docs", "--limit", "2")
+    text = command("unsoftmax-eval", run / "export", *words, "--out", scores)
     result = json.loads((scores / "results.json").read_text())
     assert result["text"]["checkpoint"]["ppl"] < 3 * result["text"]["teacher"]["ppl"], text
 
