@@ -86,7 +86,7 @@ def evaluate(argv: list[str] | None = None) -> int:
     )
     p.add_argument("checkpoint", metavar="CHECKPOINT", help="a folder or a hub id")
     p.add_argument("--teacher", metavar="T", help="a second checkpoint to score beside it")
-    p.add_argument("--suite", default="paper", help="paper, core, recall or long (default: paper)")
+    p.add_argument("--suite", default="paper", help="paper, core, recall, long or text (default: paper)")
     p.add_argument("--data", metavar="DIR", type=Path, help="folder of data sets; left out: the hub")
     p.add_argument("--text", help="held-out text, as recipes name texts (default: python-docs)")
     p.add_argument("--limit", metavar="N", type=int, help="items of each task, and rows of text, at most")
