@@ -5,7 +5,7 @@ import torch
 
 from test_gsa import GATES, everything, in_dtype, inputs
 from tolerance import assert_all_as_good_as
-from unsoftmax.kernels.gsa import triton_chunk
+from unsoftmax.kernels.gsa import chunked, triton_chunk
 from unsoftmax.kernels.gsa.chunked import gsa
 from unsoftmax.kernels.gsa.reference import GSAState, gsa_reference
 
@@ -119,6 +119,19 @@ def test_a_backend_that_cannot_says_so(device):
         gsa(*tensors, backend="cuda")
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+def test_triton_is_chosen_unasked_only_on_cuda_in_a_dtype_that_is_proven(dtype):
+    class OnCuda(torch.Tensor):
+        device = torch.device("cuda")
+
+    tensors = in_dtype(inputs((1, 3, 2, 1, 4, 4, 4), "soft", torch.device("cpu"), dtype), dtype)
+    assert not chunked._use_triton(None, *tensors)
+    assert chunked._use_triton("triton", *tensors)
+    tensors[0] = tensors[0].as_subclass(OnCuda)
+    assert chunked._use_triton(None, *tensors) == (dtype == torch.float16)
+    assert not chunked._use_triton("torch", *tensors)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mass", [False, True], ids=["published read", "mass"])
@@ -127,7 +140,9 @@ def test_a_backend_that_cannot_says_so(device):
 def test_every_dtype_and_gate_equals_the_definition(T, gates, mass, dtype, device):
     tensors = inputs((2, T, 4, 2, 32, 48, 20), gates, device, dtype)
     gold = everything(gsa_reference, tensors, mass=mass)
-    ours, plain = (everything(op, in_dtype(tensors, dtype), mass=mass) for op in (triton, gsa))
+    ours, plain = (
+        everything(gsa, in_dtype(tensors, dtype), mass=mass, backend=name) for name in ("triton", "torch")
+    )
     assert_all_as_good_as(ours, plain, gold, dtype)
 
 

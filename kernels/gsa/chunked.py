@@ -22,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 from unsoftmax.kernels.gsa.reference import GSAState
 
 SEGMENT_BYTES = 32 << 20  # of W at a time; longer input is cut, and backward recomputes each piece
+PROVEN = (torch.float16,)  # dtypes in which benchmarks/check_gsa.py found every result right on a GPU
 LOWEST_GATE = -1e4  # e^-1e4 is 0 in float64 too, so nothing is lost, and no -inf meets a 0
 
 
@@ -51,8 +52,10 @@ def gsa(
         state: the slots before the first token; None starts empty. Not changed.
         cu_seqlens: [N + 1], documents packed in one row (B = 1); `state` is then one for each document.
         chunk: tokens handled at once (PyTorch form).
-        backend: "triton" or "torch"; None is triton on CUDA where its kernels take the call (rule:
-            triton_chunk.supports), and this file's PyTorch form everywhere else.
+        backend: "triton" or "torch" (this file's form). None is triton on CUDA if the dtype of the operands
+            (autocast's, else the widest of q, k, v) is float16, the one that has passed the check on a GPU,
+            and triton_chunk.supports takes the sizes; else torch. Kernels in bfloat16 and float32 must be
+            asked for.
 
     Returns:
         o [B, T, HQ, E] in v's dtype, and the state after the last token, N = B or documents. All sums and the
@@ -235,11 +238,20 @@ def _places(lengths: Sequence[int], tiles: Sequence[int], C: int, device: torch.
     return torch.cat(places).to(device)
 
 
+def operand_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.dtype:
+    """Of q, k and v in the Triton kernels: autocast's, else the widest of theirs."""
+    if torch.is_autocast_enabled(q.device.type):
+        return torch.get_autocast_dtype(q.device.type)
+    return torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+
+
 def _use_triton(backend: str | None, q, k, v, log_gate) -> bool:
-    """Imports triton only where it may run: this file also loads on machines without it."""
+    """The rule of gsa's `backend`. Imports triton only where it may run: this file also loads without it."""
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"gsa: backend is {backend!r}; it must be 'triton', 'torch' or None")
-    if backend == "torch" or (backend is None and q.device.type != "cuda"):
+    if backend == "torch":
+        return False
+    if backend is None and not (q.device.type == "cuda" and operand_dtype(q, k, v) in PROVEN):
         return False
     try:
         from unsoftmax.kernels.gsa.triton_chunk import supports

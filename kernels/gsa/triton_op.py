@@ -2,6 +2,7 @@
 
 import torch
 
+from unsoftmax.kernels.gsa.chunked import operand_dtype
 from unsoftmax.kernels.gsa.reference import GSAState
 from unsoftmax.kernels.gsa.triton_chunk import backward, forward
 
@@ -24,13 +25,10 @@ def gsa_triton(
 ) -> tuple[torch.Tensor, GSAState]:
     """As `unsoftmax.kernels.gsa.chunked.gsa`, by the kernels of triton_chunk.py.
 
-    Autocast casts q, k and v to its dtype; else they go to the widest of theirs.
+    q, k and v are cast to operand_dtype.
     """
     out = v.dtype
-    if torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-    else:
-        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    dtype = operand_dtype(q, k, v)
     if q.device.type == "cpu" and dtype == torch.bfloat16:
         dtype = torch.float32  # Triton's interpreter has no bfloat16
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
