@@ -570,7 +570,8 @@ def test_the_tokenizer_of_a_converted_folder_is_the_sources(tmp_path):
 
 
 def test_lora_trains_saves_and_merges(tmp_path):
-    peft = pytest.importorskip("peft")
+    import peft
+
     ours = converted(tiny_model(), [MEMORY, KEPT, WINDOW])
     plain = copy.deepcopy(ours)
     wanted = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["importance"])
