@@ -339,6 +339,17 @@ def test_fit_finds_what_draws_attention_and_marks_the_rate_asked_for(device):
     assert x[..., 0][chosen[..., 0]].min() > x[..., 0].median()
 
 
+def test_thresholds_keep_away_from_scores_that_many_tokens_share(device):
+    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=(2, 2), memory_rates=(0.3, 0.1))
+    x, rotary = rows(400, device)
+    few = x[:1, :9]  # as in the first layer: nine different tokens, all scores equal but for rounding
+    x = few[0, torch.randint(9, (2, 400), generator=torch.Generator().manual_seed(1)).to(device)]
+    layer.fit([(x * (1 + 1e-9 * torch.randn_like(x)), rotary)])
+    score = layer.importance(x)
+    assert score.abs().min() > 1e-3 * score[..., 0].std(), "no score may sit on a threshold"
+    assert (score >= 0).double().mean((0, 1)).lt(0.6).all()
+
+
 def test_fit_refuses_rows_too_short_to_see_past_the_ring(device):
     layer = layer_of(device, num_slots=40, memory_slots=(4,), memory_rates=(0.25,))
     with pytest.raises(ValueError, match=r"rows have 30 tokens.*use rows of"):

@@ -33,6 +33,8 @@ DAMPING = 8.0  # the paper's tau
 NORM_EPS = 1e-5
 RIDGE = 1e-3  # of the mean variance of x
 FAR_QUERIES = 32  # a token's importance is a mean over at least as many later queries, if rows allow
+NEAR_COUNT = 0.05  # how far, of the count asked for, a threshold may move to a wider gap between scores
+LEAST_GAP = 1e-4  # of the scores' standard deviation: narrower gaps are rounding
 QUERY_BLOCK = 256  # rows of attention held at once while fitting
 
 
@@ -248,7 +250,7 @@ class GatedSlotAttention(Mixer):
     def fit(self, batches: Iterable[tuple[torch.Tensor, Rotary]]) -> dict[str, float]:
         """Fit importance: ridge regression on x of the log attention that a token gets `ring` later or more.
 
-        The thresholds are then set so that memory_rates of the calibration tokens reach them. In float64;
+        The thresholds are then set so that about memory_rates of the calibration tokens reach them. In float64;
         the same text gives the same bits. Returns the tokens, the share of variance explained and the share
         in any memory (means over heads); {} if there is no memory.
         """
@@ -267,8 +269,8 @@ class GatedSlotAttention(Mixer):
         top = scores.sort(0, descending=True).values
         for c, share in enumerate(self.options.memory_rates):
             count = max(1, round(share * len(scores)))
-            between = (top[count - 1] + top[min(count, len(scores) - 1)]) / 2
-            self.importance.bias[:, c] = -between
+            for h, ranked in enumerate(top.unbind(1)):
+                self.importance.bias[h, c] = -_threshold(ranked, count)
         rate = (scores + self.importance.bias[:, 0] >= 0).double().mean().item()
         return {"tokens": float(len(scores)), "explained": explained, "important": rate}
 
@@ -321,6 +323,22 @@ class _Moments:
         left = self.yy / self.n - y * y
         explained = (2 * (weight * xy).sum(0) - (weight * (xx @ weight)).sum(0)) / left.clamp_min(1e-12)
         return weight, explained.mean().item()
+
+
+def _threshold(ranked: torch.Tensor, count: int) -> torch.Tensor:
+    """A threshold that about `count` of the falling scores [N] reach, as far from any of them as can be.
+
+    In the first layer a score depends on the token alone, so many are equal but for rounding: a threshold
+    among them would leave the ring of a common token to the last bit of a matmul.
+    """
+    if len(ranked) < 2:
+        return ranked[0]
+    gap, rank = -ranked.diff(), torch.arange(1, len(ranked), device=ranked.device)
+    best = torch.where((rank - count).abs() <= count * NEAR_COUNT, gap, -1.0).argmax()
+    clear = gap > LEAST_GAP * ranked.std()
+    if not clear[best] and clear.any():
+        best = torch.where(clear, (rank - count).abs(), len(ranked)).argmin()
+    return (ranked[best] + ranked[best + 1]) / 2
 
 
 def _straight_through(score: torch.Tensor, ring: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
