@@ -100,6 +100,29 @@ def test_a_failure_that_is_not_ours_shows_its_traceback(monkeypatch, capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
+FAILURES = {  # what our own code does, whether its message stands alone
+    "a failure that we describe": ("raise RuntimeError('look above')", True),
+    "numbers that are not finite": ("raise FloatingPointError('look above')", True),
+    "a key that is not there": ("{}['look above']", False),
+    "a wrong type": ("len(1)", False),
+    "a division by zero": ("1 / 0", False),
+    "torch called wrongly": ("import torch; torch.ones(2) @ torch.ones(3)", False),
+    "too deep a recursion": ("raise RecursionError('look above')", False),
+}
+
+
+@pytest.mark.parametrize("code, alone", FAILURES.values(), ids=FAILURES)
+def test_only_a_failure_that_we_describe_ends_without_its_traceback(code, alone, monkeypatch, capsys):
+    ours = {"__name__": "unsoftmax.doctor"}
+    exec(f"def doctor():\n    {code}", ours)
+    monkeypatch.setattr("unsoftmax.doctor.doctor", ours["doctor"])
+    assert cli.main(["doctor"]) == 1
+    said = capsys.readouterr().err
+    assert ("Traceback" in said) != alone
+    if alone:
+        assert said == "unsoftmax: look above\n"
+
+
 def test_an_interrupt_ends_quietly(monkeypatch, capsys):
     assert fails_with(KeyboardInterrupt(), monkeypatch) == 130
     assert capsys.readouterr().err == ""

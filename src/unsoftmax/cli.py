@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dis
 import sys
 import traceback
 from collections.abc import Callable
@@ -49,7 +50,7 @@ def train(argv: list[str] | None = None) -> int:
         "Continue the pretraining of a converted checkpoint by a recipe. Alone it is one process; on many\n"
         "GPUs or hosts:\n\n"
         "  deepspeed --num_gpus 8 --no_python --no_local_rank unsoftmax-train RECIPE --run DIR ...\n"
-        "  torchrun --nproc-per-node 8 --no-python unsoftmax-train RECIPE --run DIR ...",
+        "  torchrun --nproc-per-node 8 --no-python -- unsoftmax-train RECIPE --run DIR ...",
         "DIR gets log.jsonl, TensorBoard files, checkpoints and, at the end, export/: a Hugging Face folder.",
     )
     p.add_argument("recipe", metavar="RECIPE", help=RECIPE)
@@ -259,9 +260,16 @@ def _show_lines_at_once() -> None:
 
 
 def _raised_by_us(error: Exception) -> bool:
-    """An error of ours says what to do; any other needs its traceback."""
-    frames = list(traceback.walk_tb(error.__traceback__))
-    return bool(frames) and str(frames[-1][0].f_globals.get("__name__", "")).startswith("unsoftmax.")
+    """A failure that our own `raise` describes says what to do; any other error needs its traceback."""
+    last = error.__traceback__
+    if type(error) not in (RuntimeError, FloatingPointError) or last is None:
+        return False
+    while last.tb_next is not None:
+        last = last.tb_next
+    frame = last.tb_frame
+    # torch raises RuntimeError from C: the last frame is ours then too, but it stands at a call.
+    by_raise = frame.f_code.co_code[last.tb_lasti] == dis.opmap["RAISE_VARARGS"]
+    return by_raise and str(frame.f_globals.get("__name__", "")).startswith("unsoftmax.")
 
 
 if __name__ == "__main__":
