@@ -250,9 +250,9 @@ class GatedSlotAttention(Mixer):
     def fit(self, batches: Iterable[tuple[torch.Tensor, Rotary]]) -> dict[str, float]:
         """Fit importance: ridge regression on x of the log attention that a token gets `ring` later or more.
 
-        The thresholds are then set so that about memory_rates of the calibration tokens reach them. In float64;
-        the same text gives the same bits. Returns the tokens, the share of variance explained and the share
-        in any memory (means over heads); {} if there is no memory.
+        The thresholds are then set so that about memory_rates of the calibration tokens reach them. In
+        float64; the same text gives the same bits. Returns the tokens, the share of variance explained and
+        the share in any memory (means over heads); {} if there is no memory.
         """
         if not self.options.memory_slots:
             return {}
