@@ -10,6 +10,7 @@ import contextlib
 import functools
 import hashlib
 import json
+import math
 import re
 import struct
 from collections.abc import Callable, Iterator
@@ -291,23 +292,41 @@ def read_header(path: Path) -> dict[str, Entry]:
             header = json.loads(f.read(length))
         except (json.JSONDecodeError, UnicodeDecodeError):
             raise ValueError(f"{path}: its header cannot be read; {again}") from None
+    if not isinstance(header, dict):
+        raise ValueError(f"{path}: its header is a {type(header).__name__}, not a table of tensors; {again}")
     header.pop("__metadata__", None)
-    entries = {}
-    for key, item in header.items():
-        if item["dtype"] not in DTYPES:
+    entries = {key: _entry(path, key, item, 8 + length) for key, item in header.items()}
+    at, before = 8 + length, "the header"
+    for key, entry in sorted(entries.items(), key=lambda item: (item[1].start or 0, item[1].num_bytes)):
+        if entry.start != at:
             raise ValueError(
-                f"{path}: {key} is stored as {item['dtype']}; it must be one of {', '.join(DTYPES)}"
+                f"{path}: {key} starts at byte {entry.start}, but {before} ends at byte {at}; {again}"
             )
-        begin, end = item["data_offsets"]
-        entries[key] = Entry(
-            path.name, DTYPES[item["dtype"]], tuple(item["shape"]), 8 + length + begin, end - begin
-        )
-        if entries[key].num_bytes != DTYPES[item["dtype"]].itemsize * torch.Size(item["shape"]).numel():
-            raise ValueError(f"{path}: {key} of shape {item['shape']} takes {end - begin} bytes; {again}")
-    needed = max((e.start + e.num_bytes for e in entries.values() if e.start is not None), default=8 + length)
-    if size != needed:
-        raise ValueError(f"{path}: is {size} bytes long and its header says {needed}; {again}")
+        at, before = at + entry.num_bytes, key
+    if size != at:
+        raise ValueError(f"{path}: is {size} bytes long and its header says {at}; {again}")
     return entries
+
+
+def _entry(path: Path, key: str, item: Any, data: int) -> Entry:
+    """One tensor of a header, checked alone; `data` is the byte of the file that offsets count from."""
+    again = "fetch the file again"
+    item = item if isinstance(item, dict) else {"dtype": None}
+    dtype, shape, offsets = (item.get(name) for name in ("dtype", "shape", "data_offsets"))
+    if isinstance(dtype, str) and dtype not in DTYPES:
+        raise ValueError(f"{path}: {key} is stored as {dtype}; it must be one of {', '.join(DTYPES)}")
+    if not isinstance(dtype, str) or not _sizes(shape) or not _sizes(offsets) or len(offsets) != 2:
+        raise ValueError(
+            f"{path}: its header does not say dtype, shape and data_offsets of {key} rightly; {again}"
+        )
+    begin, end = offsets
+    if end - begin != DTYPES[dtype].itemsize * math.prod(shape):
+        raise ValueError(f"{path}: {key} of shape {shape} takes {end - begin} bytes; {again}")
+    return Entry(path.name, DTYPES[dtype], tuple(shape), data + begin, end - begin)
+
+
+def _sizes(value: Any) -> bool:
+    return isinstance(value, list) and all(type(n) is int and n >= 0 for n in value)
 
 
 def _entries(folder: Path, allow_pickle: bool) -> dict[str, Entry]:
@@ -336,6 +355,9 @@ def _indexed(folder: Path, index: Path, header: Callable[[Path], dict[str, Entry
     weight_map = _json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise ValueError(f"{index}: weight_map is missing or empty")
+    for key, shard in weight_map.items():
+        if not isinstance(shard, str):
+            raise ValueError(f"{index}: weight_map names {shard!r} for {key}; it must be a shard's file name")
     shards = sorted(set(weight_map.values()))
     for shard in shards:
         if Path(shard).name != shard or shard.startswith("."):

@@ -1,6 +1,7 @@
 """Opening a source, planning where its tensors go, and copying them: nothing lost, nothing guessed."""
 
 import json
+import struct
 import subprocess
 import sys
 from pathlib import Path
@@ -206,6 +207,35 @@ def index_edit(edit):
     return apply
 
 
+def header_edit(edit, shard_number=1):
+    """Change the header of a shard; its data and the length field stay right."""
+
+    def apply(folder: Path) -> None:
+        shard = next(folder.glob(f"model-0000{shard_number}-*.safetensors"))
+        raw = shard.read_bytes()
+        length = struct.unpack("<Q", raw[:8])[0]
+        header = json.loads(raw[8 : 8 + length])
+        text = json.dumps(edit(header) or header).encode()
+        shard.write_bytes(struct.pack("<Q", len(text)) + text + raw[8 + length :])
+
+    return apply
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+def overlap(header: dict) -> None:
+    """Two tensors of one size lie in one place, and the file's length is that of the last one's end."""
+    tensors = sorted((item for key, item in header.items() if key[0] != "_"), key=lambda i: i["data_offsets"])
+    pairs = ((a, b) for a in tensors for b in tensors[:-1] if a is not b and a["shape"] == b["shape"])
+    first, second = next(pairs)
+    second["data_offsets"] = first["data_offsets"]
+
+
+def backwards(header: dict) -> None:
+    header[EMBEDDING]["data_offsets"].reverse()
+
+
 BROKEN_FILES = {
     "no config": (lambda f: (f / "config.json").unlink(), r"is no checkpoint: it has no config\.json"),
     "config is no JSON": (lambda f: (f / "config.json").write_text("{"), r"config\.json: not valid JSON"),
@@ -234,6 +264,34 @@ BROKEN_FILES = {
     "the index points outside": (
         index_edit(lambda m: m.update({"model.norm.weight": "../model.safetensors"})),
         r"must lie beside the index",
+    ),
+    "the index names a number": (
+        index_edit(lambda m: m.update({"model.norm.weight": 3})),
+        r"index\.json: weight_map names 3 for model\.norm\.weight; it must be",
+    ),
+    "a header entry without dtype": (
+        header_edit(lambda h: h[EMBEDDING].pop("dtype") and None),
+        r"model-00001.*: its header does not say dtype, .* of model\.embed_tokens\.weight rightly",
+    ),
+    "a header entry that is a number": (
+        header_edit(lambda h: h.update({EMBEDDING: 7})),
+        r"model-00001.*of model\.embed_tokens\.weight rightly",
+    ),
+    "a header entry with a shape of text": (
+        header_edit(lambda h: h[EMBEDDING].update({"shape": "264 x 32"})),
+        r"model-00001.*of model\.embed_tokens\.weight rightly",
+    ),
+    "a header that is a list": (
+        header_edit(lambda h: [h]),
+        r"model-00001.*: its header is a list, not a table of tensors",
+    ),
+    "tensors that overlap": (
+        header_edit(overlap, 2),
+        r"model-00002.*: model\.layers\S+ starts at byte \d+, but model\.layers\S+ ends at byte",
+    ),
+    "offsets the wrong way round": (
+        header_edit(backwards),
+        r"model-00001.*: model\.embed_tokens\.weight of shape \[264, 32\] takes -33792 bytes",
     ),
 }
 
