@@ -160,11 +160,11 @@ def test_a_batch_that_does_not_divide_gets_the_arithmetic_and_values_that_work()
     recipe = load_recipe("smollm2-135m-gsa")
     with pytest.raises(ValueError, match="does not divide over 3 processes") as caught:
         accumulation(recipe, 3)
-    assert "24576 = 3 processes x train.micro_batch_sequences 8 x data.context_tokens 1024" in str(
+    assert "12288 = 3 processes x train.micro_batch_sequences 4 x data.context_tokens 1024" in str(
         caught.value
     )
-    assert "24576 (1 pass) or 49152 (2 passes), or use 2 processes." in str(caught.value)
-    assert accumulation(load_recipe("smollm2-135m-gsa", ["train.batch_tokens=49152"]), 3) == 2
+    assert "24576 (2 passes) or 36864 (3 passes), or use 2 processes." in str(caught.value)
+    assert accumulation(load_recipe("smollm2-135m-gsa", ["train.batch_tokens=36864"]), 3) == 3
 
 
 def test_a_smaller_micro_batch_is_offered_where_it_works():
