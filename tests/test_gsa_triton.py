@@ -16,8 +16,9 @@ def triton(*args, **more):
 
 @pytest.fixture
 def short_segments(monkeypatch):
-    """So that few tokens make many segments."""
-    monkeypatch.setattr(triton_chunk, "SEGMENT", 32)
+    """So that few tokens make many segments, and these more than are loaded at once."""
+    monkeypatch.setattr(triton_chunk, "SEGMENT", 16)
+    monkeypatch.setitem(triton_chunk.SCAN, "AHEAD", 2)
 
 
 @pytest.fixture(params=["exact pairs", "factored pairs"])

@@ -44,6 +44,7 @@ except ImportError as error:
 C = 16  # tokens of a block, everywhere below
 SEGMENT = 128
 HEADS = 2  # query heads read at a time: their 32 rows keep registers, and products, small
+SCAN = {"AHEAD": 16, "BLOCK": 256}  # segments loaded at once, elements of a program
 SCRATCH_BYTES = 128 << 20  # slots of each block while backward runs: launches are cut to fit
 
 
@@ -277,8 +278,9 @@ def _scan(
 ):  # fmt: skip
     """Grid (documents * H, tiles of X * M). Own sums become what is there before (REVERSE: after) it.
 
-    buf [segments, H, X, M] in place; init and final [documents, H, M, X] float32. AHEAD segments are loaded
-    at once, to hide their latency; sums still run one after another.
+    buf [segments, H, X, M] in place; init and final [documents, H, M, X] float32. A thread keeps to its own
+    elements. AHEAD segments are loaded before the first of them is stored over, to hide latency; sums run one
+    after another.
     """
     doc, h = tl.program_id(0) // H, tl.program_id(0) % H
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -294,25 +296,18 @@ def _scan(
     S = tl.zeros((BLOCK,), tl.float32)
     if HAS_INIT:
         S = tl.load(init_ptr + where, mask=ok, other=0.0)
-    k = tl.arange(0, AHEAD)
     for i in range(a, b, AHEAD):
-        seg = i + k
-        if REVERSE:
-            seg = b - 1 - (seg - a)
-        tile_ok = ((seg >= a) & (seg < b))[:, None] & ok[None, :]
-        base = seg.to(tl.int64) * H + h
-        spot = buf_ptr + base[:, None] * (X * slots) + e[None, :]
-        own = tl.load(spot, mask=tile_ok, other=0.0).to(tl.float32)
-        if DECAY:
-            keep = tl.exp(tl.load(total_ptr + base[:, None] * slots + m[None, :], mask=tile_ok, other=0.0))
-        else:
-            keep = tl.full((AHEAD, BLOCK), 1.0, tl.float32)
-        before = tl.zeros((AHEAD, BLOCK), tl.float32)
+        own, gone = (), ()
         for j in tl.static_range(AHEAD):
-            now = (k == j)[:, None]
-            before = tl.where(now, S[None, :], before)
-            S = S * tl.sum(tl.where(now, keep, 0.0), 0) + tl.sum(tl.where(now, own, 0.0), 0)
-        tl.store(spot, before, mask=tile_ok)
+            base = h.to(tl.int64) + (b - 1 - (i + j - a) if REVERSE else i + j) * H
+            here = ok & (i + j + x * 0 < b)
+            own += (tl.load(buf_ptr + base * X * slots + e, mask=here, other=0.0),)
+            if DECAY:
+                gone += (tl.load(total_ptr + base * slots + m, mask=here, other=0.0),)
+        for j in tl.static_range(AHEAD):
+            base = h.to(tl.int64) + (b - 1 - (i + j - a) if REVERSE else i + j) * H
+            tl.store(buf_ptr + base * X * slots + e, S, mask=ok & (i + j + x * 0 < b))
+            S = (S * tl.exp(gone[j]) if DECAY else S) + own[j].to(tl.float32)
     tl.store(final_ptr + where, S, mask=ok)
 
 
@@ -793,11 +788,9 @@ def _states(plan: _Plan, k, v, g, k0, v0, kept0):
 
 def _run_scan(plan: _Plan, buf, total, init, X: int, *, reverse: bool, decay: bool) -> torch.Tensor:
     final = buf.new_empty(plan.docs, plan.H, plan.M, X, dtype=torch.float32)
-    block = 128
-    _scan[(plan.docs * plan.H, triton.cdiv(X * plan.M, block))](
+    _scan[(plan.docs * plan.H, triton.cdiv(X * plan.M, SCAN["BLOCK"]))](
         buf, total, init, final, plan.first, plan.each, plan.H, X, plan.M,
-        REVERSE=reverse, DECAY=decay, PACKED=plan.packed, HAS_INIT=init is not None, AHEAD=8, BLOCK=block,
-        num_warps=4,
+        REVERSE=reverse, DECAY=decay, PACKED=plan.packed, HAS_INIT=init is not None, **SCAN, num_warps=4,
     )  # fmt: skip
     return final
 
