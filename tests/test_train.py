@@ -324,6 +324,50 @@ def test_a_refused_new_run_leaves_nothing_behind(here, alone):
     assert not (here / "never").exists()
 
 
+UNREADABLE = {
+    "text that is not there": ({"sources": [{"text": "{here}/gone.jsonl"}]}, "gone.jsonl does not exist"),
+    "text with NUL": (
+        {"sources": [{"text": "{here}/nul.txt"}], "held_out": "{here}/text.jsonl"},
+        "NUL characters",
+    ),
+    "too little held-out text": ({"held_out": "{here}/short.txt"}, "at least 32 are needed for one row"),
+}
+
+
+@pytest.mark.parametrize("case", UNREADABLE)
+def test_a_run_whose_text_cannot_be_read_leaves_nothing_and_the_corrected_one_begins(here, alone, case):
+    (here / "nul.txt").write_text("abc\0def")
+    (here / "short.txt").write_text("abc")
+    changes, message = UNREADABLE[case]
+    recipe, run = tree(here, total_tokens=256, warmup_steps=0), here / f"failed {case}"
+    bad = {
+        **recipe,
+        "data": {**recipe["data"], **json.loads(json.dumps(changes).replace("{here}", str(here)))},
+    }
+    with pytest.raises(ValueError, match=message):
+        loop.train(parse_recipe(bad), run, model=str(here / "start"))
+    assert not run.exists()
+    run.mkdir()
+    (run / "notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match=message):
+        loop.train(parse_recipe(bad), run, model=str(here / "start"))
+    assert [p.name for p in run.iterdir()] == ["notes.txt"]
+    assert loop.train(parse_recipe(recipe), run, model=str(here / "start")) == run / "export"
+
+
+def test_a_run_goes_on_from_its_own_start_only(here, whole, alone):
+    other = here / "other start"
+    shutil.copytree(here / "start", other)
+    before = {p: p.read_bytes() for p in whole.rglob("*") if p.is_file()}
+    with pytest.raises(ValueError) as refusal:
+        loop.train(parse_recipe(tree(here, log_every_steps=3)), whole, model=str(other), resume="auto")
+    assert str(other) in str(refusal.value)
+    assert f"began with {here / 'start'}" in str(refusal.value)
+    assert {p: p.read_bytes() for p in whole.rglob("*") if p.is_file()} == before
+    run = broken_off(here, whole, "same start")
+    assert loop.train(parse_recipe(tree(here)), run, model=str(here / "start"), resume="auto")
+
+
 def test_only_as_many_checkpoints_are_kept_as_asked_for(here, alone):
     recipe = parse_recipe(tree(here, keep_checkpoints=2))
     loop.train(recipe, here / "kept", model=str(here / "start"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ from unsoftmax.train import checkpoint, engine
 from unsoftmax.train.checkpoint import Resumed
 from unsoftmax.train.engine import Engine, Place
 from unsoftmax.train.export import export, start_folder
-from unsoftmax.train.packing import Prefetch, Source, TokenRows, batches
+from unsoftmax.train.packing import Batch, Prefetch, Source, TokenRows, batches
 from unsoftmax.train.progress import BadSteps, Progress, short
 from unsoftmax.train.schedule import learning_rate
 
@@ -76,7 +77,7 @@ class Job(NamedTuple):
     run: Path
     place: Place
     engine: Engine
-    rows: TokenRows
+    data: Iterator[Batch]
     held_out: torch.Tensor
     progress: Progress
     begun: Resumed
@@ -86,7 +87,7 @@ def _train(job: Job, last: int) -> None:
     t = job.recipe.train
     step, tokens, _ = job.begun
     bad = BadSteps(t.max_bad_steps)
-    with Prefetch(_batches(job)) as data:
+    with Prefetch(job.data) as data:
         while step < last:
             batch, waited = data.next()
             lr = rate(job.recipe, step)
@@ -117,11 +118,11 @@ def rate(recipe: Recipe, step: int) -> float:
     )
 
 
-def _batches(job: Job) -> Iterator:
-    t, place = job.recipe.train, job.place
+def _batches(recipe: Recipe, rows: TokenRows, place: Place) -> Iterator[Batch]:
+    t = recipe.train
     return batches(
-        job.rows,
-        batch_rows=t.batch_tokens // job.recipe.data.context_tokens,
+        rows,
+        batch_rows=t.batch_tokens // recipe.data.context_tokens,
         micro_rows=t.micro_batch_sequences,
         rank=place.rank,
         world=place.world,
@@ -149,7 +150,7 @@ def _finish(job: Job) -> Path:
 
 
 def _open_run(recipe: Recipe, run: Path, model: str | None, resume: str | None, place: Place) -> Path:
-    """Check that the run may begin or go on, and note in its folder what it is; the start's folder."""
+    """Check that the run may begin or go on; the start's folder. Nothing is written."""
     accumulation(recipe, place.world)
     if resume not in (None, "auto"):
         raise ValueError(f"--resume is {resume!r}; it must be auto")
@@ -162,28 +163,46 @@ def _open_run(recipe: Recipe, run: Path, model: str | None, resume: str | None, 
     start = Path(model).resolve() if model else start_folder(run)
     if not (start / "config.json").is_file():
         raise ValueError(f"--model {start} is no checkpoint folder: it has no config.json")
+    if model is not None and (run / "start.txt").exists():
+        _check_same_start(run, start)
     for step in checkpoint.steps_saved(run):
         if checkpoint.damage(checkpoint.folder_of(run, step)) is None:
             checkpoint.check_same_run(checkpoint.folder_of(run, step), recipe, place.world)
             break
-    engine.barrier()
-    if place.first:
-        run.mkdir(parents=True, exist_ok=True)
-        (run / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=1) + "\n")
-        (run / "start.txt").write_text(f"{start}\n")
-    engine.barrier()
     return start
+
+
+def _check_same_start(run: Path, start: Path) -> None:
+    began = Path((run / "start.txt").read_text().strip())
+    if began.resolve() != start:
+        raise ValueError(
+            f"--model is {start}, but {run} began with {began}; leave --model out to go on with that, or "
+            f"name another folder with --run (if the checkpoint was moved, write its place in {run}/start.txt)"
+        )
+
+
+def _note(recipe: Recipe, run: Path, start: Path) -> None:
+    """Write in the run's folder what it is. Only then does the folder hold a run."""
+    run.mkdir(parents=True, exist_ok=True)
+    (run / "recipe.json").write_text(json.dumps(recipe.to_dict(), indent=1) + "\n")
+    (run / "start.txt").write_text(f"{start}\n")
 
 
 def _prepare(recipe: Recipe, run: Path, start: Path, place: Place) -> Job:
     words = tokenizer(str(start))
     rows = token_rows_of(recipe, words)
+    data = _batches(recipe, rows, place)
+    if not checkpoint.steps_saved(run):
+        data = itertools.chain([next(data)], data)  # text that cannot be read shows before anything is made
     held_out = _held_out_rows(recipe, words)
     built = Engine(recipe, place, lambda: _load(start))
     begun = checkpoint.resume(built, run, recipe, place, print if place.first else _quiet)
     if begun is not None:
         rows.load_state_dict(begun.position)
     begun = begun or Resumed(0, 0, {})
+    engine.barrier()  # no process looks for start.txt any more
+    if place.first:
+        _note(recipe, run, start)
     progress = Progress(
         run,
         total_steps=total_steps(recipe),
@@ -193,7 +212,7 @@ def _prepare(recipe: Recipe, run: Path, start: Path, place: Place) -> Job:
         speaks=place.first,
     )
     progress.say(_plan(recipe, place))
-    return Job(recipe, run, place, built, rows, held_out, progress, begun)
+    return Job(recipe, run, place, built, data, held_out, progress, begun)
 
 
 def _load(start: Path) -> PreTrainedModel:
