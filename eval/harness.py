@@ -26,7 +26,7 @@ import torch
 
 from unsoftmax.convert.load import load
 from unsoftmax.convert.load import tokenizer as load_tokenizer
-from unsoftmax.eval.heldout import PYTHON_DOCS, check_fit, held_out_rows, measure_rows
+from unsoftmax.eval.heldout import PROBE, PYTHON_DOCS, check_fit, held_out_rows, measure_rows
 from unsoftmax.eval.localdata import MissingData, local_datasets
 from unsoftmax.eval.results import assemble, number, versions, write_results
 from unsoftmax.eval.suites import Suite, Task, missing_data, named_suite
@@ -108,11 +108,14 @@ def evaluate(
         what results.json holds.
 
     Raises:
-        ValueError: unknown suite or dtype, missing data, a model that is not finite or has collapsed.
+        ValueError: unknown suite or dtype, missing data, a teacher that cuts text into other tokens, a model
+            that is not finite or has collapsed.
     """
     started = time.time()
     settings = _settings(suite, data, limit, out, batch_size, device, dtype, text, max_new_tokens)
     not_run = _check_data(settings, say)
+    if teacher is not None:
+        _check_same_tokens(str(checkpoint), str(teacher))
     ours = _score(str(checkpoint), settings, not_run, say)
     theirs = None if teacher is None else _score(str(teacher), settings, not_run, say)
     result = assemble(settings.suite.name, settings.to_dict(), ours, theirs, not_run, time.time() - started)
@@ -202,6 +205,17 @@ def _check_data(settings: _Settings, say: Say) -> dict[str, str]:
     for reason in missing.values():
         say(f"not run: {reason}")
     return missing
+
+
+def _check_same_tokens(checkpoint: str, teacher: str) -> None:
+    """ValueError if the two cut text into other tokens: perplexities a token would not compare."""
+    ours, theirs = (load_tokenizer(path)(PROBE).input_ids for path in (checkpoint, teacher))
+    if ours != theirs:
+        raise ValueError(
+            f"--teacher {teacher} cuts text into other tokens than {checkpoint} ({len(theirs)} against "
+            f"{len(ours)} for the same text), so losses a token do not compare; give the checkpoint that it "
+            "was converted from"
+        )
 
 
 # One model

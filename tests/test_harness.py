@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -278,6 +279,16 @@ BAD_ARGUMENTS = {
     "an unknown dtype": ({"dtype": "fp8"}, "--dtype is 'fp8'; it must be one of bf16"),
     "data that is a file": ({"data": "pyproject.toml"}, "is not a folder"),
 }
+
+
+def test_a_teacher_with_other_tokens_is_refused(models_at, tmp_path, text):
+    other = shutil.copytree(models_at["teacher"], tmp_path / "other")
+    file = other / "tokenizer.json"
+    words = json.loads(file.read_text())
+    words["normalizer"] = {"type": "Lowercase"}
+    file.write_text(json.dumps(words))
+    with pytest.raises(ValueError, match=r"--teacher .*other cuts text into other tokens than .*student"):
+        evaluate(models_at["student"], teacher=other, suite="text", text=text, device="cpu")
 
 
 @pytest.mark.parametrize(("arguments", "message"), BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
