@@ -21,6 +21,7 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from transformers import LlamaConfig, MistralConfig, PretrainedConfig
+from transformers.activations import ACT2FN
 
 from unsoftmax.convert.config import CONVERTED_CONFIGS, ROPE_TYPES
 
@@ -200,6 +201,85 @@ def _folder(name: str, allow_pickle: bool) -> Path:
 # ---- config.json
 
 
+def _is_count(value: Any) -> bool:
+    return type(value) is int and value >= 1
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+def _is_positive(value: Any) -> bool:
+    return _is_number(value) and value > 0
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What a field of config.json may hold: a test, in words what passes it, and whether null does too."""
+
+    test: Callable[[Any], bool]
+    must: str
+    nullable: bool = False
+
+    def check(self, path: Path, key: str, value: Any) -> None:
+        if not (self.test(value) or (self.nullable and value is None)):
+            raise ValueError(f"{path}: {key} is {value!r}; it must be {self.must}")
+
+
+def _count(example: int, nullable: bool = False) -> Rule:
+    end = ", or null" if nullable else ""
+    return Rule(_is_count, f"a whole number of at least 1, such as {example}{end}", nullable)
+
+
+def _positive(example: float) -> Rule:
+    return Rule(_is_positive, f"a number above 0, such as {example}")
+
+
+TRUTH = Rule(lambda value: isinstance(value, bool), "true or false")
+
+FIELDS = {  # held against the rule where the field is there; absent ones have the family's defaults
+    "hidden_size": _count(4096),
+    "intermediate_size": _count(14336),
+    "num_hidden_layers": _count(32),
+    "num_attention_heads": _count(32),
+    "num_key_value_heads": _count(8, nullable=True),
+    "head_dim": Rule(
+        lambda value: _is_count(value) and value % 2 == 0, "an even whole number, such as 128, or null", True
+    ),
+    "vocab_size": _count(32000),
+    "max_position_embeddings": _count(2048),
+    "sliding_window": _count(4096, nullable=True),
+    "pad_token_id": Rule(lambda value: type(value) is int, "a whole number, such as 0, or null", True),
+    "rms_norm_eps": _positive(1e-05),
+    "rope_theta": _positive(10000.0),
+    "hidden_act": Rule(
+        lambda value: isinstance(value, str) and value in ACT2FN, f"one of {', '.join(sorted(ACT2FN))}"
+    ),
+    "tie_word_embeddings": TRUTH,
+    "attention_bias": TRUTH,
+    "mlp_bias": TRUTH,
+}
+ROPE_FIELDS = {
+    "rope_theta": _positive(10000.0),
+    "factor": Rule(lambda value: _is_number(value) and value >= 1, "a number of at least 1, such as 8.0"),
+    "low_freq_factor": _positive(1.0),
+    "high_freq_factor": _positive(4.0),
+    "original_max_position_embeddings": _count(8192),
+    "attention_factor": Rule(_is_positive, "a number above 0, such as 1.0, or null", True),
+    "beta_fast": Rule(_is_positive, "a number above 0, such as 32.0, or null", True),
+    "beta_slow": Rule(_is_positive, "a number above 0, such as 1.0, or null", True),
+    "mscale": Rule(_is_number, "a number, such as 1.0, or null", True),
+    "mscale_all_dim": Rule(_is_number, "a number, such as 1.0, or null", True),
+}
+ROPE_NEEDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "dynamic": ("factor",),
+    "yarn": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+}
+
+
 def read_config(folder: Path) -> dict[str, Any]:
     """config.json of a Llama or Mistral checkpoint, checked field by field; ValueError if it is none."""
     path = folder / "config.json"
@@ -208,8 +288,12 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder} is no checkpoint: it has no config.json (it holds {there})")
     config = _json(path)
     _check_family(path, config)
+    for key, rule in FIELDS.items():
+        if key in config:
+            rule.check(path, key, config[key])
     _check_heads(path, config)
     _check_rope(path, config)
+    _check_padding(path, config)
     if config.get("quantization_config"):
         raise ValueError(f"{path}: quantization_config is set; give a checkpoint in bf16, fp16 or fp32")
     return config
@@ -240,38 +324,56 @@ def _check_family(path: Path, config: dict[str, Any]) -> None:
 
 def _check_heads(path: Path, config: dict[str, Any]) -> None:
     default = SOURCE_CONFIGS[config["model_type"]]()
-
-    def whole(key: str, otherwise: int | None) -> int:
-        value = config.get(key)
-        value = otherwise if value is None else value
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{path}: {key} is {value!r}; it must be a whole number of at least 1")
-        return value
-
-    for key in ("hidden_size", "num_hidden_layers", "vocab_size", "intermediate_size"):
-        whole(key, getattr(default, key))
-    hidden = whole("hidden_size", default.hidden_size)
-    heads = whole("num_attention_heads", default.num_attention_heads)
+    hidden, heads = (config.get(key, getattr(default, key)) for key in ("hidden_size", "num_attention_heads"))
     # Llama reads an absent num_key_value_heads as one a query head, Mistral as 8.
-    kv = whole("num_key_value_heads", heads if config["model_type"] == "llama" else 8)
+    kv = config.get("num_key_value_heads") or (heads if config["model_type"] == "llama" else 8)
     if heads % kv:
         raise ValueError(f"{path}: num_attention_heads {heads} is not a multiple of num_key_value_heads {kv}")
-    if config.get("head_dim") is None and hidden % heads:
+    if config.get("head_dim") is not None:
+        return
+    if hidden % heads:
         raise ValueError(
             f"{path}: hidden_size {hidden} is not a multiple of num_attention_heads {heads}, without head_dim"
+        )
+    if hidden // heads % 2:
+        raise ValueError(
+            f"{path}: hidden_size {hidden} / num_attention_heads {heads} is a head of {hidden // heads}; "
+            "rotary positions need an even one, such as 128"
         )
 
 
 def _check_rope(path: Path, config: dict[str, Any]) -> None:
-    for key in ("rope_parameters", "rope_scaling"):
-        rope = config.get(key)
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = config.get(name)
         if rope is None:
             continue
         if not isinstance(rope, dict):
-            raise ValueError(f"{path}: {key} is {rope!r}; it must be a table or null")
+            raise ValueError(f"{path}: {name} is {rope!r}; it must be a table or null")
         kind = rope.get("rope_type", rope.get("type", "default"))
         if kind not in ROPE_TYPES:
-            raise ValueError(f"{path}: {key}.rope_type is {kind!r}; there are: {', '.join(ROPE_TYPES)}")
+            raise ValueError(f"{path}: {name}.rope_type is {kind!r}; there are: {', '.join(ROPE_TYPES)}")
+        for key in ROPE_NEEDS[kind]:
+            if key not in rope:
+                must = ROPE_FIELDS[key].must
+                raise ValueError(f"{path}: {name}.{key} is missing; rope_type {kind!r} needs it: {must}")
+        for key, rule in ROPE_FIELDS.items():
+            if key in rope:
+                rule.check(path, f"{name}.{key}", rope[key])
+        low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
+        if kind == "llama3" and low >= high:
+            raise ValueError(
+                f"{path}: {name}.high_freq_factor is {high}; it must be above low_freq_factor {low}, such as "
+                f"{4 * low}"
+            )
+
+
+def _check_padding(path: Path, config: dict[str, Any]) -> None:
+    size = config.get("vocab_size", SOURCE_CONFIGS[config["model_type"]]().vocab_size)
+    pad = config.get("pad_token_id")
+    if pad is not None and not -size <= pad < size:  # old checkpoints have -1, the last row
+        raise ValueError(
+            f"{path}: pad_token_id is {pad}; it must be null or below vocab_size {size}, such as 0"
+        )
 
 
 # ---- weight files
@@ -294,7 +396,9 @@ def read_header(path: Path) -> dict[str, Entry]:
             raise ValueError(f"{path}: its header cannot be read; {again}") from None
     if not isinstance(header, dict):
         raise ValueError(f"{path}: its header is a {type(header).__name__}, not a table of tensors; {again}")
-    header.pop("__metadata__", None)
+    notes = header.pop("__metadata__", None) or {}
+    if not isinstance(notes, dict) or not all(isinstance(value, str) for value in notes.values()):
+        raise ValueError(f"{path}: __metadata__ of its header is {notes!r}, not a table of texts; {again}")
     entries = {key: _entry(path, key, item, 8 + length) for key, item in header.items()}
     at, before = 8 + length, "the header"
     for key, entry in sorted(entries.items(), key=lambda item: (item[1].start or 0, item[1].num_bytes)):

@@ -285,6 +285,10 @@ BROKEN_FILES = {
         header_edit(lambda h: [h]),
         r"model-00001.*: its header is a list, not a table of tensors",
     ),
+    "a header whose metadata is a number": (
+        header_edit(lambda h: h.update({"__metadata__": 5})),
+        r"model-00001.*: __metadata__ of its header is 5",
+    ),
     "tensors that overlap": (
         header_edit(overlap, 2),
         r"model-00002.*: model\.layers\S+ starts at byte \d+, but model\.layers\S+ ends at byte",
@@ -321,6 +325,53 @@ BROKEN_CONFIGS = {
     "head size": ({"head_dim": None, "num_attention_heads": 6}, r"hidden_size 32 is not a multiple of .* 6"),
     "no heads": ({"num_attention_heads": 0}, r"num_attention_heads is 0; it must be"),
     "text for a number": ({"hidden_size": "32"}, r"hidden_size is '32'; it must be a whole number"),
+    "linear without factor": (
+        {"rope_scaling": {"type": "linear"}},
+        r"config\.json: rope_scaling\.factor is missing; rope_type 'linear' needs it: .*such as 8\.0",
+    ),
+    "llama3 without its frequencies": (
+        {"rope_parameters": {"rope_type": "llama3", "factor": 8.0, "rope_theta": 5e5}},
+        r"rope_parameters\.low_freq_factor is missing; rope_type 'llama3' needs it: .*such as 1\.0",
+    ),
+    "llama3 with equal frequencies": (
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 8.0,
+                "low_freq_factor": 2.0,
+                "high_freq_factor": 2.0,
+            }
+        },
+        r"rope_scaling\.high_freq_factor is 2\.0; it must be above low_freq_factor 2\.0, such as 8\.0",
+    ),
+    "a factor in words": (
+        {"rope_scaling": {"rope_type": "yarn", "factor": "two"}},
+        r"rope_scaling\.factor is 'two'; it must be a number of at least 1, such as 8\.0",
+    ),
+    "theta as text": ({"rope_theta": "x"}, r"config\.json: rope_theta is 'x'; it must be a number above 0"),
+    "theta below zero": (
+        {"rope_parameters": {"rope_type": "default", "rope_theta": -1}},
+        r"rope_parameters\.rope_theta is -1; it must be a number above 0, such as 10000\.0",
+    ),
+    "an odd head": ({"head_dim": 7}, r"head_dim is 7; it must be an even whole number, such as 128"),
+    "an odd head that follows": (
+        {"head_dim": None, "hidden_size": 20},
+        r"hidden_size 20 / num_attention_heads 4 is a head of 5; .* even",
+    ),
+    "a head in text": ({"head_dim": "8"}, r"head_dim is '8'; it must be"),
+    "a head of nothing": ({"head_dim": 0}, r"head_dim is 0; it must be"),
+    "positions as text": (
+        {"max_position_embeddings": "128"},
+        r"max_position_embeddings is '128'; it must be a whole number of at least 1, such as 2048",
+    ),
+    "no positions": ({"max_position_embeddings": 0}, r"max_position_embeddings is 0; it must be"),
+    "epsilon as text": ({"rms_norm_eps": "1e-5"}, r"rms_norm_eps is '1e-5'; it must be .*such as 1e-05"),
+    "an unknown activation": ({"hidden_act": "swosh"}, r"hidden_act is 'swosh'; it must be one of .*silu"),
+    "yes for true": ({"tie_word_embeddings": "yes"}, r"tie_word_embeddings is 'yes'; it must be true or"),
+    "padding beyond the vocabulary": (
+        {"pad_token_id": 264},
+        r"pad_token_id is 264; it must be null or below vocab_size 264, such as 0",
+    ),
     "quantised": ({"quantization_config": {"quant_method": "gptq"}}, r"quantization_config is set"),
 }
 
@@ -332,6 +383,23 @@ def test_a_config_that_cannot_be_converted_is_refused_by_field(case, tmp_path):
     edit_config(folder, **fields)
     with pytest.raises(ValueError, match=r"config\.json: " + message if "gpt2" in message else message):
         open_source(folder)
+
+
+SCALINGS = {
+    "linear": {"type": "linear", "factor": 2},
+    "dynamic": {"rope_type": "dynamic", "factor": 2.0},
+    "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 32, "beta_fast": None},
+    "llama3": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0},
+}
+
+
+@pytest.mark.parametrize("scaling", SCALINGS.values(), ids=SCALINGS)
+def test_every_rotary_scaling_of_real_checkpoints_opens(scaling, tmp_path):
+    folder = tiny_source(tmp_path / "s")
+    config = json.loads((folder / "config.json").read_text()) | {"rope_scaling": scaling, "pad_token_id": -1}
+    del config["rope_parameters"]
+    (folder / "config.json").write_text(json.dumps(config | {"num_key_value_heads": 2, "rope_theta": 10000}))
+    assert open_source(folder).config.rope_parameters["factor"] == scaling["factor"]
 
 
 MISFITS = {
