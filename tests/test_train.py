@@ -2,6 +2,7 @@ import itertools
 import json
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -14,11 +15,12 @@ from safetensors.torch import load_file, save_file
 
 from tiny import tiny_source
 from train_worker import perform
+from unsoftmax import cli
 from unsoftmax.convert.load import load, tokenizer
 from unsoftmax.recipes.schema import parse_recipe
 from unsoftmax.train import checkpoint, engine, loop
 from unsoftmax.train.engine import Engine, Place, saved_weights
-from unsoftmax.train.export import export
+from unsoftmax.train.export import export, exported_step
 from unsoftmax.train.objective import NextToken, summed_cross_entropy
 from unsoftmax.train.packing import IGNORE, Batch, Row, batches, collate
 
@@ -387,6 +389,46 @@ def test_the_export_is_the_start_with_trained_numbers(here, whole):
     steps = json.loads((whole / "export/provenance.json").read_text())["steps"]
     assert steps[-1]["step"] == "train"
     assert steps[-1]["tokens"] == 1536
+
+
+def test_an_export_of_an_earlier_step_gives_way_at_the_end(here, whole, alone, capsys):
+    run, recipe = here / "exported early", parse_recipe(tree(here))
+    loop.train(recipe, run, model=str(here / "start"), stop_after=4)
+    export(run, run / "export")
+    assert exported_step(run / "export") == 4
+    out = loop.train(recipe, run, resume="auto")
+    assert exported_step(out) == 6
+    assert_same_run(run, whole)
+    assert [p.name for p in run.glob(".export*")] == []
+    assert f"{out} holds step 4; it is replaced by step 6" in capsys.readouterr().out
+    made = out.stat().st_ino
+    loop.train(recipe, run, resume="auto")
+    assert out.stat().st_ino == made
+
+
+def test_a_folder_in_the_place_of_the_export_that_is_none_is_left_as_it_is(here, whole, alone):
+    run = broken_off(here, whole, "own folder")
+    (run / "export").mkdir()
+    (run / "export/notes.txt").write_text("mine")
+    with pytest.raises(ValueError, match="exists and is no export, so it is left as it is"):
+        loop.train(parse_recipe(tree(here)), run, resume="auto")
+    assert (run / "export/notes.txt").read_text() == "mine"
+
+
+OTHER_STARTS = {
+    "the plain source": ({}, "model.layers.0.self_attn.importance"),
+    "a source of another width": ({"intermediate_size": 40}, r"mlp\.\w+\.weight has shape \[.*40.*48"),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_STARTS)
+def test_an_export_into_a_start_that_does_not_fit_is_refused_by_name(here, whole, case, capsys):
+    geometry, message = OTHER_STARTS[case]
+    run = broken_off(here, whole, f"pointed at {case}")
+    (run / "start.txt").write_text(f"{tiny_source(here / case, **geometry)}\n")
+    assert cli.main(["export", str(run), str(run / "export")]) == cli.WRONG_INPUT
+    assert re.search(message, capsys.readouterr().err)
+    assert [p.name for p in run.iterdir() if "export" in p.name] == []
 
 
 def test_an_export_never_overwrites(here, whole):

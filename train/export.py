@@ -21,6 +21,7 @@ from unsoftmax.train import checkpoint
 from unsoftmax.train.engine import saved_weights
 
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".gguf")
+NAME_START = "start.txt in the run's folder must name the checkpoint that the run began with"
 
 
 def export(run: Path, out: Path, *, say: Callable[[str], None] = print) -> Path:
@@ -31,6 +32,36 @@ def export(run: Path, out: Path, *, say: Callable[[str], None] = print) -> Path:
     """
     if out.exists():
         raise ValueError(f"{out} exists; name a folder that does not")
+    return _write(run, out, say)
+
+
+def export_newest(run: Path, out: Path, step: int, *, say: Callable[[str], None] = print) -> Path:
+    """`export`, also where `out` is an export of an earlier step: then it gives way. One of `step` is kept.
+
+    Raises:
+        ValueError: `out` exists and is no export; else as `export`.
+    """
+    if not out.exists():
+        return _write(run, out, say)
+    found = exported_step(out)
+    if found is None:
+        raise ValueError(
+            f"{out} exists and is no export, so it is left as it is; the weights of step {step} are whole: "
+            f"unsoftmax export {run} FOLDER"
+        )
+    if found == step:
+        return out
+    say(f"{out} holds step {found}; it is replaced by step {step}")
+    return _write(run, out, say)
+
+
+def exported_step(folder: Path) -> int | None:
+    """The optimizer step whose weights an exported folder holds; None if it is no export."""
+    steps = provenance.read(folder)["steps"] if folder.is_dir() else []
+    return next((s.get("optimizer_steps") for s in reversed(steps) if s.get("step") == "train"), None)
+
+
+def _write(run: Path, out: Path, say: Callable[[str], None]) -> Path:
     folder = checkpoint.newest_whole(run, None, say)
     if folder is None:
         raise ValueError(
@@ -46,11 +77,26 @@ def export(run: Path, out: Path, *, say: Callable[[str], None] = print) -> Path:
         weights = saved_weights(folder, manifest["recipe"]["train"]["zero_stage"])
         save_torch_state_dict(_as_in(start, weights), part, metadata={"format": "pt"})
         provenance.extend(part, "train", _entry(manifest))
-        os.replace(part, out)
+        _put(part, out)
     except BaseException:
         shutil.rmtree(part, ignore_errors=True)
         raise
     return out
+
+
+def _put(part: Path, out: Path) -> None:
+    """Give the whole folder `part` the name `out`; what is there goes only once that is done."""
+    old = out.with_name(f".{out.name}.old")
+    shutil.rmtree(old, ignore_errors=True)
+    if out.exists():
+        os.replace(out, old)
+    try:
+        os.replace(part, out)
+    except BaseException:
+        if old.exists():
+            os.replace(old, out)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def start_folder(run: Path) -> Path:
@@ -75,14 +121,26 @@ def _as_in(start: Path, weights: dict[str, torch.Tensor]) -> dict[str, torch.Ten
             for name in tensors.keys():  # noqa: SIM118
                 if name not in weights:
                     raise ValueError(f"{file} holds {name}, which the trained model does not have")
-                state[name] = _own(weights[name].to(tensors.get_tensor(name).dtype))
+                state[name] = _own(_fitting(weights[name], tensors.get_tensor(name), f"{file}: {name}"))
     if not state:
         raise ValueError(f"{start} holds no .safetensors file")
-    tied = {t.data_ptr() for t in weights.values() if t.numel()}
-    lost = [n for n in weights.keys() - state.keys() if weights[n].data_ptr() not in tied]
+    kept = {weights[name].data_ptr() for name in state if weights[name].numel()}  # tied ones among them
+    lost = sorted(n for n in weights.keys() - state.keys() if weights[n].data_ptr() not in kept)
     if lost:
-        raise ValueError(f"{start} does not hold {', '.join(sorted(lost))}, which the trained model has")
+        more = f" and {len(lost) - 3} more" if len(lost) > 3 else ""
+        raise ValueError(
+            f"{start} does not hold {', '.join(lost[:3])}{more}, which the trained model has; {NAME_START}"
+        )
     return state
+
+
+def _fitting(trained: torch.Tensor, there: torch.Tensor, where: str) -> torch.Tensor:
+    if trained.shape != there.shape:
+        raise ValueError(
+            f"{where} has shape {list(there.shape)} there, {list(trained.shape)} in the trained model; "
+            f"{NAME_START}"
+        )
+    return trained.to(there.dtype)
 
 
 def _own(tensor: torch.Tensor) -> torch.Tensor:

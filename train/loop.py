@@ -18,7 +18,7 @@ from unsoftmax.recipes.text import documents
 from unsoftmax.train import checkpoint, engine
 from unsoftmax.train.checkpoint import Resumed
 from unsoftmax.train.engine import Engine, Place
-from unsoftmax.train.export import export, start_folder
+from unsoftmax.train.export import export_newest, start_folder
 from unsoftmax.train.packing import Batch, Prefetch, Source, TokenRows, batches
 from unsoftmax.train.progress import BadSteps, Progress, short
 from unsoftmax.train.schedule import learning_rate
@@ -139,8 +139,7 @@ def _score(job: Job, step: int) -> None:
 def _finish(job: Job) -> Path:
     out = job.run / "export"
     if job.place.first:
-        if not out.exists():
-            export(job.run, out, say=job.progress.say)
+        export_newest(job.run, out, total_steps(job.recipe), say=job.progress.say)
         job.progress.say(f"exported to {out}\nnext: unsoftmax-eval {out} --teacher {job.recipe.source}")
     engine.barrier()
     return out
@@ -177,7 +176,7 @@ def _check_same_start(run: Path, start: Path) -> None:
     if began.resolve() != start:
         raise ValueError(
             f"--model is {start}, but {run} began with {began}; leave --model out to go on with that, or "
-            f"name another folder with --run (if the checkpoint was moved, write its place in {run}/start.txt)"
+            f"name another folder with --run (a checkpoint that was moved: correct {run}/start.txt)"
         )
 
 
