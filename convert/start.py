@@ -135,19 +135,23 @@ def start_layers(
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed + layer)  # a layer's start does not depend on which others are converted
             fresh.reset_new_parameters()
-            numbers = fresh.fit(_Lazy(teacher, layer))
+            try:
+                numbers = fresh.fit(_Lazy(teacher, layer))
+            except torch.linalg.LinAlgError:
+                _refuse_broken_weights(source, layer)
+                raise
         if numbers:
             report[layer] = numbers
         state = fresh.state_dict()
         tensors |= {
             key: state[item.name].detach().to("cpu", item.dtype).clone() for key, item in keys.items()
         }
+        _check(source, layer, {key: tensors[key] for key in keys})
         now = time.monotonic()
         if now - said > 5 or done + 1 == len(wanted):
             left = (now - begun) / (done + 1) * (len(wanted) - done - 1)
             say(f"  start    layer {layer:3d}   {done + 1}/{len(wanted)}   {left:4.0f} s left")
             said = now
-    _check(tensors)
     return tensors, report
 
 
@@ -177,10 +181,24 @@ def _filled(source: Source, path: str, mixer: Mixer) -> Mixer:
     return fresh
 
 
-def _check(tensors: Mapping[str, torch.Tensor]) -> None:
+def _check(source: Source, layer: int, tensors: Mapping[str, torch.Tensor]) -> None:
     for key, tensor in tensors.items():
         if tensor.is_floating_point() and not tensor.isfinite().all():
+            _refuse_broken_weights(source, layer)
             raise ValueError(
                 f"{key}: its start came out as NaN or inf; give other or more text, "
                 "as --set calibration.text=... or --set calibration.tokens=30720"
+            )
+
+
+def _refuse_broken_weights(source: Source, layer: int) -> None:
+    """Whatever the calibration text ran through up to `layer` may be what is not finite."""
+    through = (EMBEDDING, *(f"model.layers.{i}." for i in range(layer + 1)))
+    for key, entry in source.entries.items():
+        if not key.startswith(through) or not entry.dtype.is_floating_point:
+            continue
+        if not all(piece.isfinite().all() for piece in source.pieces(key)):
+            raise ValueError(
+                f"{source.folder / entry.file}: {key} holds NaN or inf; "
+                "a checkpoint must be finite to be converted"
             )

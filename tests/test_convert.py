@@ -216,6 +216,25 @@ def test_a_start_that_is_not_finite_is_refused_by_name(tmp_path, monkeypatch):
         started(tiny_source(tmp_path / "s"), MEMORY, lambda: torch.zeros(1, 8).long())
 
 
+@pytest.mark.parametrize("mixer", [MEMORY, POLYSKETCH], ids=["memory", "polysketch"])
+@pytest.mark.parametrize(
+    "key",
+    [
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.layers.1.self_attn.k_proj.weight",
+        "model.layers.2.input_layernorm.weight",
+    ],
+)
+def test_weights_that_are_not_finite_are_not_blamed_on_the_text(key, mixer, recipe, said, tmp_path):
+    folder = tiny_source(tmp_path / "s")
+    damage(folder, key, lambda w: w.fill_(float("nan")))
+    with pytest.raises(ValueError) as caught:
+        convert_checkpoint(folder, tmp_path / "out", recipe(mixer), say=said.append)
+    assert str(caught.value).startswith(f"{folder / SINGLE}: {key} holds NaN or inf")
+    assert left_over(tmp_path) == []
+
+
 def test_calibration_text_that_is_too_short_is_refused_by_key(recipe, said, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("four words and more")
