@@ -365,6 +365,12 @@ class _StrictLoader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict:
         seen: set[Any] = set()
         for key_node, _ in node.value:
+            if not isinstance(key_node, yaml.ScalarNode):
+                kind = "a list" if isinstance(key_node, yaml.SequenceNode) else "a list of keys"
+                raise yaml.MarkedYAMLError(
+                    problem=f"{kind} stands where a key must; a key is a word, such as source",
+                    problem_mark=key_node.start_mark,
+                )
             key = self.construct_object(key_node, deep=True)
             if key in seen:
                 raise yaml.MarkedYAMLError(problem=f"{key} is given twice", problem_mark=key_node.start_mark)
@@ -393,7 +399,13 @@ def _override(tree: dict[str, Any], override: str) -> None:
     try:
         value = yaml.load(text, _StrictLoader)
     except yaml.YAMLError as error:
-        raise ValueError(f"--set {override}: {getattr(error, 'problem', error)}") from None
+        problem = getattr(error, "problem", None) or str(error)
+        if text.lstrip()[:1] in tuple("*&!%@`"):  # signs of YAML's own, such as the * of a pattern
+            problem = (
+                f"text that begins with {text.lstrip()[0]} must be in quotes, inside those of the shell: "
+            )
+            problem += f"""--set '{key.strip()}="{text.strip()}"'"""
+        raise ValueError(f"--set {override}: {problem}") from None
     place: Any = tree
     for depth, part in enumerate(parts[:-1]):
         if isinstance(place, list):

@@ -101,6 +101,11 @@ FILES = {  # what is in mine.yaml, what the message says
         "mixer.sinks: softmax has no options",
     ),
     "a key given twice": ("source: a\nsource: b\nmixer: {name: gsa}", "line 2: source is given twice"),
+    "a list for a key": ("source: a\n[a, b]: c", "line 2: a list stands where a key must"),
+    "a mapping for a key": (
+        "source: a\nmixer:\n  {a: b}: c",
+        "line 3: a list of keys stands where a key must",
+    ),
     "no mapping": ("- a\n- b", "this file holds a list"),
     "an empty file": ("", "this file holds empty"),
     "broken YAML": ("source: [a\nmixer: {", "line 2"),
@@ -147,6 +152,11 @@ VALUES = {  # what is set in smollm2-135m-gsa, what the message says
     "a key inside text": ("source.x=3", "source is the text 'smollm2-135m', without keys"),
     "an item that is not there": ("data.sources.3.text=a", "data.sources has items 0 to 0, not 3"),
     "broken YAML": ("train.peak_lr={", "--set train.peak_lr={"),
+    "a pattern that YAML reads as an alias": (
+        "calibration.text=*.foo",
+        """must be in quotes, inside those of the shell: --set 'calibration.text="*.foo"'""",
+    ),
+    "a list for a key": ("mixer={[a]: b}", "a list stands where a key must"),
 }
 
 
@@ -154,6 +164,10 @@ VALUES = {  # what is set in smollm2-135m-gsa, what the message says
 def test_a_mistaken_value_is_told_with_its_key_and_remedy(override, said):
     assert said in message("smollm2-135m-gsa", override)
     assert f"--set {override}" in message("smollm2-135m-gsa", override)
+
+
+def test_a_pattern_works_as_the_message_says():
+    assert load_recipe("demo", ['calibration.text="*.foo"']).calibration.text == "*.foo"
 
 
 def test_a_batch_that_does_not_divide_gets_the_arithmetic_and_values_that_work():
