@@ -23,11 +23,11 @@ from unsoftmax.convert.model import CONVERTED_MODELS
 from unsoftmax.convert.remote_code import write_remote_code
 from unsoftmax.convert.source import PIECE_BYTES, Source, open_source
 from unsoftmax.convert.start import ROW_TOKENS, start_layers
-from unsoftmax.convert.verify import Check, verify_conversion
+from unsoftmax.convert.verify import Check, sample_rows, verify_conversion
 from unsoftmax.convert.weights import Plan, plan_weights, skeleton, write_weights
 from unsoftmax.kernels.mixer import Mixer, Rotary
 from unsoftmax.recipes.schema import Recipe, layer_mixers
-from unsoftmax.recipes.text import documents
+from unsoftmax.recipes.text import check_text, documents
 
 PARTIAL = ".partial-"
 OVERHEAD_BYTES = 700 << 20  # Python and torch themselves
@@ -69,7 +69,7 @@ def convert_checkpoint(
     Args:
         source: a folder or a hub id.
         out: the folder to make. It appears whole, after verification, or not at all.
-        dry_run: stop after source, plan and budget; nothing is written.
+        dry_run: stop after source, plan, budget and a look at the texts; nothing is written.
         verify: hold the result against the source before it is moved to `out`.
         allow_pickle: also read `.bin` weights.
         say: takes each line of the account.
@@ -87,6 +87,7 @@ def convert_checkpoint(
     for line in (*_source_lines(job), *_plan_lines(job), *_budget_lines(job, verify)):
         say(line)
     _check_disk(job)
+    _check_texts(job, verify)
     if dry_run:
         say("dry run: nothing was written")
         return out
@@ -177,6 +178,26 @@ def _check_disk(job: Conversion) -> None:
         raise ValueError(
             f"{job.out}: {_gib(need)} are needed and {_gib(free)} are free; name an OUT elsewhere"
         )
+
+
+def _check_texts(job: Conversion, verify: bool) -> None:
+    """Open every text that the work will read; found hours later, a wrong path would cost those hours."""
+    source, text, own = job.source, job.recipe.calibration.text, job.recipe.data.held_out
+    if (job.plan.new or verify) and load_tokenizer(source.folder).eos_token_id is None:
+        raise ValueError(
+            f"{source.folder}: the tokenizer has no eos token, which ends each document; "
+            "set eos_token in tokenizer_config.json"
+        )
+    if job.plan.new:
+        check_text("calibration.text", text, held_out=False)
+    if not verify:
+        return
+    key, spec = ("data.held_out", own) if own else ("calibration.text", text)
+    check_text(key, spec)
+    try:
+        sample_rows(source, job.recipe)
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from None
 
 
 def _output_bytes(job: Conversion) -> int:
@@ -302,9 +323,9 @@ def calibration_rows(source: Source, recipe: Recipe) -> torch.Tensor:
     """Rows of calibration text, [R, T] int64, T at most ROW_TOKENS."""
     wanted, text = recipe.calibration.tokens, recipe.calibration.text
     length = min(ROW_TOKENS, wanted, source.config.max_position_embeddings)
-    starts = (document[:DOCUMENT_CHARACTERS] for document in documents(text, held_out=False))
-    ids = token_ids(load_tokenizer(source.folder), starts, wanted)
     try:
+        starts = (document[:DOCUMENT_CHARACTERS] for document in documents(text, held_out=False))
+        ids = token_ids(load_tokenizer(source.folder), starts, wanted)
         return token_rows(ids, length, wanted // length)
     except ValueError as error:
         raise ValueError(f"calibration.text {text}: {error}") from None

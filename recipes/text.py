@@ -79,6 +79,27 @@ def documents(spec: str, *, held_out: bool | None = None, text_field: str = "tex
     return Documents(spec, _open(spec, text_field), held_out)
 
 
+def check_text(key: str, spec: str, *, held_out: bool | None = None, text_field: str = "text") -> None:
+    """Read the first document of a source, before any work that needs it.
+
+    key: the recipe's key that names the source. The rest is as for `documents`.
+
+    Raises:
+        ValueError: the source is not there, cannot be read or holds no document; names key and source.
+        OSError: reading failed, for example the network.
+    """
+    try:
+        first = next(documents(spec, held_out=held_out, text_field=text_field), None)
+    except (ValueError, PermissionError) as error:
+        raise ValueError(f"{key}: {error}") from None
+    if first is None:
+        part = {True: " that is set aside for scoring", False: " that is not set aside for scoring"}
+        raise ValueError(
+            f"{key}: {spec} holds no document with text{part.get(held_out, '')}; "
+            f"name a text of many documents, or {PYTHON_DOCS}"
+        )
+
+
 def is_held_out(text: str | bytes) -> bool:
     """Whether a document belongs to the tenth that is set aside for scoring."""
     raw = text.encode() if isinstance(text, str) else text

@@ -244,6 +244,58 @@ def test_calibration_text_that_is_too_short_is_refused_by_key(recipe, said, tmp_
     assert left_over(tmp_path) == []
 
 
+TEXTS = {  # mixer, the recipe's key, what it names, how the message begins
+    "no calibration text": (MEMORY, "calibration", {"text": "none.jsonl"}, r"calibration\.text: none\.jsonl"),
+    "no held-out text": (RING, "data", {"held_out": "none.txt"}, r"data\.held_out: none\.txt does not exist"),
+    "empty calibration text": (
+        MEMORY,
+        "calibration",
+        {"text": "empty.txt"},
+        r"calibration\.text: empty\.txt holds no document with text",
+    ),
+    "empty held-out text": (RING, "data", {"held_out": "empty.txt"}, r"data\.held_out: empty\.txt holds no"),
+    "held-out text that is none": (
+        RING,
+        "data",
+        {"held_out": "bad.jsonl"},
+        r"data\.held_out: bad\.jsonl, line 2 is not JSON",
+    ),
+}
+
+
+@pytest.mark.parametrize("dry_run", [True, False], ids=["dry run", "run"])
+@pytest.mark.parametrize("mixer, key, names, message", TEXTS.values(), ids=TEXTS)
+def test_a_text_that_cannot_be_read_is_refused_by_key_before_any_work(
+    mixer, key, names, message, dry_run, recipe, said, tmp_path, monkeypatch
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty.txt").write_text("\n")
+    (tmp_path / "bad.jsonl").write_text('{"text": "one"}\noops\n')
+    monkeypatch.setattr(checkpoint, "_fill", lambda *args: pytest.fail("the work began"))
+    folder = tiny_source(tmp_path / "s")
+    with pytest.raises(ValueError, match="^" + message):
+        convert_checkpoint(
+            folder, tmp_path / "out", recipe(mixer, **{key: names}), dry_run=dry_run, say=said.append
+        )
+    assert left_over(tmp_path) == []
+
+
+def test_a_tokenizer_without_an_end_of_text_is_refused_by_folder(recipe, said, tmp_path):
+    folder = tiny_source(tmp_path / "s")
+    path = folder / "tokenizer_config.json"
+    config = json.loads(path.read_text())
+    del config["eos_token"]
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=rf"{folder}: the tokenizer has no eos token.*set eos_token"):
+        convert_checkpoint(folder, tmp_path / "out", recipe(MEMORY), dry_run=True, say=said.append)
+
+
+def test_texts_that_nothing_reads_need_not_be_there(recipe, said, tmp_path):
+    chosen = recipe({"name": "softmax"}, calibration={"text": "none.jsonl"}, data={"held_out": "none.jsonl"})
+    convert_checkpoint(tiny_source(tmp_path / "s"), tmp_path / "out", chosen, verify=False, say=said.append)
+    assert left_over(tmp_path) == ["out"]
+
+
 # ---- verification
 
 

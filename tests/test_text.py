@@ -9,7 +9,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from unsoftmax.recipes.text import documents, is_held_out
+from unsoftmax.recipes.text import check_text, documents, is_held_out
 
 TEXTS = ["first document", "zweites Dokument: äöü", "第三", "fourth\nwith a line"]
 
@@ -148,6 +148,28 @@ def test_a_source_that_is_not_there_is_told_before_reading(spec, said):
     with pytest.raises(ValueError) as caught:
         documents(spec)
     assert said in str(caught.value)
+
+
+CHECKED = {  # what is in a.jsonl, the part wanted, what the message says after the key
+    "no file": (None, None, r"\S+a\.jsonl does not exist"),
+    "no JSON": (b"oops\n", None, r"\S+a\.jsonl, line 1 is not JSON"),
+    "empty": (b"", None, r"\S+a\.jsonl holds no document with text; name a text of many documents"),
+    "all set aside": (jsonl(["document 4"]), False, r".* that is not set aside for scoring"),
+    "none set aside": (jsonl(["document 0"]), True, r".* that is set aside for scoring"),
+}
+
+
+@pytest.mark.parametrize("raw, held_out, said", CHECKED.values(), ids=CHECKED)
+def test_a_text_without_a_first_document_is_refused_by_key(raw, held_out, said, tmp_path):
+    if raw is not None:
+        (tmp_path / "a.jsonl").write_bytes(raw)
+    with pytest.raises(ValueError, match=r"^calibration\.text: " + said):
+        check_text("calibration.text", str(tmp_path / "a.jsonl"), held_out=held_out)
+
+
+def test_a_check_of_a_text_reads_its_first_document_only(tmp_path):
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["one"]) + b"oops\n")
+    check_text("calibration.text", str(tmp_path / "a.jsonl"))
 
 
 def test_a_folder_without_text_and_a_file_of_another_kind_are_refused(tmp_path):
