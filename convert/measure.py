@@ -62,8 +62,8 @@ class Measurement:
 
     def line(self) -> str:
         error = self.ppl * self.standard_error
-        recall = f"recall nll {self.recall_nll:.3f} ({self.recall_tokens} tokens)"
-        return f"ppl {self.ppl:.2f} ± {error:.2f}   {recall}"
+        recall = f"   recall nll {self.recall_nll:.3f} ({self.recall_tokens} tokens)"
+        return f"ppl {self.ppl:.2f} ± {error:.2f}{recall if self.recall_tokens else ''}"
 
 
 def token_ids(tokenizer: Any, documents: Iterable[str], limit: int | None = None) -> list[int]:

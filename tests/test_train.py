@@ -25,30 +25,34 @@ from unsoftmax.train.objective import NextToken, summed_cross_entropy
 from unsoftmax.train.packing import IGNORE, Batch, Row, batches, collate
 
 BIN = Path(sys.executable).parent
-MIXERS = [
-    {"name": "gsa", "num_slots": 8, "sinks": 2, "memory_slots": [3], "memory_rates": [0.3]},
-    {"name": "softmax"},
-    {"name": "polysketch", "sketch_size": 8, "block": 16, "local": "softmax", "window": 16, "sinks": 2},
-]
+SOFTMAX = {"name": "softmax"}
+RING = {"name": "gsa", "num_slots": 8, "sinks": 2}
+MEMORY = {**RING, "memory_slots": [3], "memory_rates": [0.3]}
+SKETCH = {"name": "polysketch", "sketch_size": 8, "block": 16, "local": "softmax", "window": 16, "sinks": 2}
+STARTS = {  # what a recipe can ask for; the last, every mixer at once, is for what goes around the recipe
+    "start": [MEMORY, SOFTMAX, RING],
+    "sketch start": [SKETCH, SOFTMAX, SKETCH],
+    "mixed": [MEMORY, SOFTMAX, SKETCH],
+}
 ONE_STEP = {"total_tokens": 256, "warmup_steps": 0, "schedule": "constant", "grad_clip": 0.5}
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A folder with a tiny converted checkpoint, `start`, and text, `text.jsonl`."""
+    """A folder with tiny converted checkpoints, STARTS, their `source`, and text, `text.jsonl`."""
     folder = tmp_path_factory.mktemp("train")
     tiny_source(folder / "source")
-    model = load(folder / "source", layer_mixers=MIXERS)
-    model.save_pretrained(folder / "start")
-    tokenizer(folder / "source").save_pretrained(folder / "start")
+    for name, mixers in STARTS.items():
+        load(folder / "source", layer_mixers=mixers).save_pretrained(folder / name)
+        tokenizer(folder / "source").save_pretrained(folder / name)
     r = random.Random(0)
     texts = ["".join(r.choice("abcdefgh ") for _ in range(r.choice([1, 7, 30, 90]))) for _ in range(600)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": t}) + "\n" for t in texts))
     return folder
 
 
-def tree(here, **train):
-    """A recipe of six steps of 8 rows of 32 tokens."""
+def tree(here, mixer="gsa", **train):
+    """A recipe of six steps of 8 rows of 32 tokens; layer 1 keeps its softmax."""
     defaults = {
         "total_tokens": 6 * 256,
         "batch_tokens": 256,
@@ -63,7 +67,8 @@ def tree(here, **train):
     }
     return {
         "source": "tiny",
-        "mixer": {"name": "gsa"},
+        "mixer": {"name": mixer},
+        "softmax_layers": [1],
         "data": {
             "sources": [{"text": str(here / "text.jsonl")}],
             "context_tokens": 32,
@@ -140,6 +145,8 @@ def two_ranks(here):
         {"recipe": tree(here, zero_stage=z, **ONE_STEP), "run": str(here / f"one-{z}"), "model": start}
         for z in range(4)
     ]
+    sketch = tree(here, mixer="polysketch", zero_stage=3, **ONE_STEP)
+    jobs.append({"recipe": sketch, "run": str(here / "one-3-sketch"), "model": str(here / "sketch start")})
     again = []
     for z in (0, 2):
         recipe = tree(here, zero_stage=z, dtype="bf16")
@@ -151,9 +158,9 @@ def two_ranks(here):
     return here, said
 
 
-def plain_adamw_step(here, recipe):
+def plain_adamw_step(here, recipe, start):
     """The start after one step of torch's own AdamW on the run's first batch; and the start."""
-    model, t = load(here / "start"), recipe.train
+    model, t = load(here / start), recipe.train
     before = {n: p.detach().clone() for n, p in model.named_parameters()}
     new = {n for n in before if n not in load(here / "source").state_dict()}
     assert new
@@ -180,15 +187,16 @@ def first_batch(here, recipe, micro):
     return next(batches(rows, batch_rows=count, micro_rows=micro, rank=0, world=1))
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-def test_one_step_of_any_zero_stage_on_two_ranks_is_plain_adamw(two_ranks, zero):
+@pytest.mark.parametrize("run", ["one-0", "one-1", "one-2", "one-3", "one-3-sketch"])
+def test_one_step_of_any_zero_stage_on_two_ranks_is_plain_adamw(two_ranks, run):
     here, _ = two_ranks
-    before, after, loss, norm = plain_adamw_step(here, parse_recipe(tree(here, **ONE_STEP)))
-    [row] = rows_logged(here / f"one-{zero}")
+    start = "sketch start" if "sketch" in run else "start"
+    before, after, loss, norm = plain_adamw_step(here, parse_recipe(tree(here, **ONE_STEP)), start)
+    [row] = rows_logged(here / run)
     assert row["loss"] == pytest.approx(loss, rel=1e-6)
     assert row["grad_norm"] == pytest.approx(norm, rel=1e-5)
     assert norm > 0.5, "the gradient must be clipped for this test to say something"
-    found = weights(here / f"one-{zero}")
+    found = weights(here / run)
     for name in after:
         step = after[name] - before[name]
         assert step.norm() > 0, name
@@ -370,6 +378,57 @@ def test_a_run_goes_on_from_its_own_start_only(here, whole, alone):
     assert loop.train(parse_recipe(tree(here)), run, model=str(here / "start"), resume="auto")
 
 
+def test_a_run_names_its_layers_mixers_and_where_it_stands(here, whole, alone, capsys):
+    run = broken_off(here, whole, "stands")
+    recipe = parse_recipe(tree(here))
+    for stop, step in ((3, 6), (6, 6)):
+        loop.train(recipe, run, resume="auto", stop_after=stop)
+        said = capsys.readouterr().out
+        assert "on cpu; gsa in 2 layers, softmax in 1 layer\n" in said
+        assert (f"stands at step {step} of 6" in said) == (stop == 3)
+    shutil.rmtree(run)
+    loop.train(recipe, run, model=str(here / "start"), stop_after=4)
+    said = capsys.readouterr().out
+    assert "stopped after step 4 of 6; --resume auto goes on" in said
+    assert "held out: ppl" in said
+    assert "nan" not in said, "rows of 32 tokens have no recall tokens, so recall is not named"
+    assert loop.train(recipe, run, resume="auto", stop_after=2) is None
+    assert "stands at step 4 of 6, and --stop-after is 2" in capsys.readouterr().out
+
+
+OTHER_MIXERS = {
+    "a plain source and gsa": (
+        *("source", "gsa", None),
+        ["has softmax in 3 layers", "layer 0: softmax there, gsa in the recipe"],
+        'as it is: --set "mixer={name: softmax}"',
+    ),
+    "gsa and polysketch": (
+        *("start", "polysketch", None),
+        ["layer 0: gsa there", "convert-checkpoint tiny FOLDER"],
+        'as it is: --set "mixer={name: gsa}" --set "softmax_layers=[1]"',
+    ),
+    "one softmax layer more": (
+        *("start", "gsa", [0, 1]),
+        ["layer 0: gsa there, softmax in"],
+        "mixer={name: gsa}",
+    ),
+    "a mix no recipe has": (*("mixed", "gsa", None), ["layer 2: polysketch there", "convert first"], None),
+}
+
+
+@pytest.mark.parametrize("case", OTHER_MIXERS)
+def test_a_checkpoint_whose_mixers_are_not_the_recipes_is_refused_with_the_remedy(here, alone, case):
+    start, mixer, softmax_layers, messages, remedy = OTHER_MIXERS[case]
+    recipe = tree(here, mixer=mixer)
+    recipe["softmax_layers"] = softmax_layers or recipe["softmax_layers"]
+    with pytest.raises(ValueError) as refusal:
+        loop.train(parse_recipe(recipe), here / "never", model=str(here / start))
+    assert all(m in str(refusal.value) for m in [str(here / start), *messages])
+    assert ("as it is" in str(refusal.value)) == (remedy is not None)
+    assert (remedy or "") in str(refusal.value)
+    assert not (here / "never").exists()
+
+
 def test_only_as_many_checkpoints_are_kept_as_asked_for(here, alone):
     recipe = parse_recipe(tree(here, keep_checkpoints=2))
     loop.train(recipe, here / "kept", model=str(here / "start"))
@@ -438,7 +497,8 @@ def test_an_export_never_overwrites(here, whole):
 
 def test_a_tied_bfloat16_start_exports_as_it_came(here, alone):
     tiny_source(here / "tied", tie_word_embeddings=True, dtype=torch.bfloat16)
-    loop.train(parse_recipe(tree(here, zero_stage=2)), here / "tied run", model=str(here / "tied"))
+    recipe = parse_recipe(tree(here, mixer="softmax", zero_stage=2))
+    loop.train(recipe, here / "tied run", model=str(here / "tied"))
     found, start = weights(here / "tied run"), load_file(here / "tied/model.safetensors")
     assert "lm_head.weight" not in found
     assert {n: t.dtype for n, t in found.items()} == {n: t.dtype for n, t in start.items()}
@@ -448,7 +508,7 @@ def test_a_tied_bfloat16_start_exports_as_it_came(here, alone):
 
 
 def build(here, place, **train):
-    return Engine(parse_recipe(tree(here, **train)), place, lambda: load(here / "start"))
+    return Engine(parse_recipe(tree(here, **train)), place, lambda: load(here / "mixed"))
 
 
 def state(built):
@@ -472,7 +532,7 @@ def test_four_passes_of_one_row_are_one_pass_of_four_rows_also_with_ragged_docum
     (loss, norm, once), (loss4, norm4, four) = after
     assert loss4 == pytest.approx(loss, rel=1e-6)
     assert norm4 == pytest.approx(norm, rel=1e-5)
-    start = dict(load(here / "start").named_parameters())
+    start = dict(load(here / "mixed").named_parameters())
     for name in once:
         error = (once[name] - four[name]).norm() / (once[name] - start[name]).norm()
         assert error < 1e-3, f"{name}: {error:.1e}"
@@ -532,7 +592,7 @@ def test_too_many_bad_steps_stop_the_run_and_name_step_and_parameters(here, alon
 
 
 def test_packed_documents_do_not_leak_into_each_other_forward_or_backward(here):
-    model = load(here / "start")
+    model = load(here / "mixed")
     documents = [torch.randint(0, 256, (n,)).numpy() for n in (5, 20, 1, 38)]
     ends = [*itertools.accumulate(len(d) for d in documents)]
     tokens = torch.cat([torch.from_numpy(d) for d in documents]).numpy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -13,7 +14,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from unsoftmax.convert.load import CONVERTED_TYPES, load, read_config, tokenizer
 from unsoftmax.convert.measure import measure, token_ids, token_rows
-from unsoftmax.recipes.schema import SOFTMAX, Recipe, accumulation, total_steps
+from unsoftmax.recipes.schema import SOFTMAX, Recipe, accumulation, layer_mixers, total_steps
 from unsoftmax.recipes.text import documents
 from unsoftmax.train import checkpoint, engine
 from unsoftmax.train.checkpoint import Resumed
@@ -65,9 +66,19 @@ def train(
         out = _finish(job)
     else:
         out = None
-        job.progress.say(f"stopped after step {stop} of {last}; --resume auto goes on")
+        job.progress.say(_stopped(job.begun.step, stop, last))
     engine.leave_at_exit()
     return out
+
+
+def _stopped(begun: int, stop: int, last: int) -> str:
+    if begun < stop:
+        return f"stopped after step {stop} of {last}; --resume auto goes on"
+    rest = "to export it" if begun >= last else "to go on"
+    return (
+        f"nothing to train: the run stands at step {begun} of {last}, and --stop-after is {stop}; "
+        f"give --resume auto alone {rest}"
+    )
 
 
 class Job(NamedTuple):
@@ -168,6 +179,7 @@ def _open_run(recipe: Recipe, run: Path, model: str | None, resume: str | None, 
         if checkpoint.damage(checkpoint.folder_of(run, step)) is None:
             checkpoint.check_same_run(checkpoint.folder_of(run, step), recipe, place.world)
             break
+    _check_mixers(recipe, start)
     return start
 
 
@@ -178,6 +190,43 @@ def _check_same_start(run: Path, start: Path) -> None:
             f"--model is {start}, but {run} began with {began}; leave --model out to go on with that, or "
             f"name another folder with --run (a checkpoint that was moved: correct {run}/start.txt)"
         )
+
+
+def mixer_names(start: Path) -> list[str]:
+    """The mixer of each layer of a checkpoint; all softmax in one that is not converted."""
+    config = read_config(start)
+    if config.model_type not in CONVERTED_TYPES:
+        return [SOFTMAX] * config.num_hidden_layers
+    return [entry["name"] for entry in config.layer_mixers]
+
+
+def _check_mixers(recipe: Recipe, start: Path) -> None:
+    """Training keeps a checkpoint's mixers whatever the recipe says, so the two must say the same."""
+    have = mixer_names(start)
+    want = [entry["name"] for entry in layer_mixers(recipe, len(have))]
+    if have == want:
+        return
+    layer = next(n for n, (a, b) in enumerate(zip(have, want, strict=True)) if a != b)
+    kinds, kept = set(have) - {SOFTMAX}, [n for n, name in enumerate(have) if name == SOFTMAX]
+    convert = (
+        f"convert-checkpoint {recipe.source if kinds else start} FOLDER --recipe RECIPE, then --model FOLDER"
+    )
+    as_it_is = ""
+    if len(kinds) < 2:
+        sets = f'--set "mixer={{name: {next(iter(kinds), SOFTMAX)}}}"'
+        sets += f' --set "softmax_layers={kept}"' if kinds else ""
+        as_it_is = f"\nTo train the checkpoint as it is: {sets}"
+    raise ValueError(
+        f"{start} has {_counted(have)}; the recipe's mixer and softmax_layers ask for {_counted(want)} "
+        f"(layer {layer}: {have[layer]} there, {want[layer]} in the recipe).\n"
+        f"To convert first: {convert}{as_it_is}"
+    )
+
+
+def _counted(names: list[str]) -> str:
+    """Such as `gsa in 28 layers, softmax in 2`."""
+    counts = Counter(names).items()
+    return ", ".join(f"{name} in {n} layer{'s' if n > 1 else ''}" for name, n in counts)
 
 
 def _note(recipe: Recipe, run: Path, start: Path) -> None:
@@ -210,7 +259,7 @@ def _prepare(recipe: Recipe, run: Path, start: Path, place: Place) -> Job:
         device=place.device,
         speaks=place.first,
     )
-    progress.say(_plan(recipe, place))
+    progress.say(_plan(recipe, place, mixer_names(start)))
     return Job(recipe, run, place, built, data, held_out, progress, begun)
 
 
@@ -225,12 +274,13 @@ def _quiet(text: str) -> None:
     """What ranks other than the first say."""
 
 
-def _plan(recipe: Recipe, place: Place) -> str:
+def _plan(recipe: Recipe, place: Place, mixers: list[str]) -> str:
     t = recipe.train
     return (
         f"{total_steps(recipe)} steps of {t.batch_tokens} tokens ({short(t.total_tokens)} in all): "
         f"{place.world} x {accumulation(recipe, place.world)} passes x {t.micro_batch_sequences} rows x "
-        f"{recipe.data.context_tokens} tokens, ZeRO {t.zero_stage}, {t.dtype}, on {place.device.type}"
+        f"{recipe.data.context_tokens} tokens, ZeRO {t.zero_stage}, {t.dtype}, on {place.device.type}; "
+        f"{_counted(mixers)}"
     )
 
 
