@@ -359,8 +359,8 @@ def _check_rope(path: Path, config: dict[str, Any]) -> None:
         for key, rule in ROPE_FIELDS.items():
             if key in rope:
                 rule.check(path, f"{name}.{key}", rope[key])
-        low, high = rope.get("low_freq_factor"), rope.get("high_freq_factor")
-        if kind == "llama3" and low >= high:
+        if kind == "llama3" and rope["low_freq_factor"] >= rope["high_freq_factor"]:
+            low, high = rope["low_freq_factor"], rope["high_freq_factor"]
             raise ValueError(
                 f"{path}: {name}.high_freq_factor is {high}; it must be above low_freq_factor {low}, such as "
                 f"{4 * low}"

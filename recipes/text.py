@@ -93,9 +93,9 @@ def check_text(key: str, spec: str, *, held_out: bool | None = None, text_field:
     except (ValueError, PermissionError) as error:
         raise ValueError(f"{key}: {error}") from None
     if first is None:
-        part = {True: " that is set aside for scoring", False: " that is not set aside for scoring"}
+        part = "" if held_out is None else f" that is {'' if held_out else 'not '}set aside for scoring"
         raise ValueError(
-            f"{key}: {spec} holds no document with text{part.get(held_out, '')}; "
+            f"{key}: {spec} holds no document with text{part}; "
             f"name a text of many documents, or {PYTHON_DOCS}"
         )
 
