@@ -56,7 +56,10 @@ def gates(kind: str, z: torch.Tensor) -> torch.Tensor:
 
 
 def case(shape, T: int, kind: str, dtype, mass: bool, state: bool, cu=None, backend="triton", B=2):
-    """Relative errors by name; also that two runs agree bit for bit, and that nothing later disturbs."""
+    """Relative errors by name, and what tests/tolerance.py allows of each.
+
+    Also that two runs agree bit for bit, and that nothing later disturbs.
+    """
     HQ, H, D, E, M = SHAPES[shape]
     B = B if cu is None else 1
     N = B if cu is None else len(cu) - 1
@@ -67,8 +70,9 @@ def case(shape, T: int, kind: str, dtype, mass: bool, state: bool, cu=None, back
 
     ins = [x.to(dtype).double() for x in (draw(B, T, HQ, D), draw(B, T, H, D), draw(B, T, H, E))]
     ins.append(gates(kind, draw(B, T, H, M)).float().double())
-    if state:
-        ins += [x.float().double() for x in (draw(N, H, M, D), draw(N, H, M, E), -draw(N, H, M).abs())]
+    if state:  # one that tokens leave: with any other, u / z of a small mass z magnifies every rounding
+        past = [draw(N, 40, HQ, D), draw(N, 40, H, D), draw(N, 40, H, E), gates(kind, draw(N, 40, H, M))]
+        ins += [x.float().double() for x in gsa(*past, mass=mass, backend="torch")[1]]
     cut = None if cu is None else torch.tensor(cu, device="cuda")
     ups = [draw(B, T, HQ, E).to(dtype), *(draw(N, H, M, *s).float() for s in ((D,), (E,), ()))]
 
@@ -83,7 +87,7 @@ def case(shape, T: int, kind: str, dtype, mass: bool, state: bool, cu=None, back
     gold = run(ins, "torch")
     cast = [x.to(dtype) for x in ins[:3]] + [x.float() for x in ins[3:]]
     ours, again = run(cast, backend), run(cast, backend)
-    errors = {}
+    errors, allowed, plain = {}, {}, None
     for name, a, b, c in zip(NAMES, ours, gold, again):
         if not a.isfinite().all():
             errors[name] = float("nan")
@@ -95,6 +99,10 @@ def case(shape, T: int, kind: str, dtype, mass: bool, state: bool, cu=None, back
             errors[name] = ((a.double() - b).norm() / gold[6].norm()).item()
         else:
             errors[name] = ((a.double() - b).norm() / b.norm()).item()
+            if errors[name] > FLOORS[dtype] and b.numel() >= 64:
+                plain = plain or run(cast, "torch")
+                own = (plain[NAMES.index(name)].double() - b).norm() / b.norm()
+                allowed[name] = min(CAPS[dtype], max(FLOORS[dtype], 2 * own.item()))
     if kind == "ring" and T > 1:
         closed = cast[3] < -1
         a, b = ours[7][closed].double(), gold[7][closed]
@@ -105,7 +113,7 @@ def case(shape, T: int, kind: str, dtype, mass: bool, state: bool, cu=None, back
                    state=GSAState(*cast[4:]) if state else None, backend=backend)[0]  # fmt: skip
         if not part.equal(ours[0][:, :n]):
             errors["a later token disturbs o"] = 1.0
-    return errors
+    return errors, {n: allowed.get(n, CAPS[dtype]) for n in errors}
 
 
 def jobs(quick: bool) -> dict[str, list]:
@@ -169,8 +177,8 @@ def job(name: str, quick: bool, named: bool) -> None:
     for c in jobs(quick)[name]:
         label, began = f"{name} T {c[1]} {c[2]}", time.time()
         try:
-            errors = case(*c)
-            bad = {n: f"{e:.1e}" for n, e in errors.items() if not e <= CAPS[c[3]]}
+            errors, allowed = case(*c)
+            bad = {n: f"{e:.1e}" for n, e in errors.items() if not e <= allowed[n]}
             line = {"case": label, "bad": bad, "errors": errors}
         except Exception as error:
             line = {"case": label, "bad": {"error": repr(error)[:300]}, "errors": {}}

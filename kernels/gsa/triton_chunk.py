@@ -24,7 +24,8 @@ rounded products, which cancel to float32 rounding.
 
 Two ways to hold e^{G_i - G_j}: the two factors above, each an operand of a matrix product, with gates no
 lower than -10 for pairs (bfloat16; what an overwrite leaves behind is 4.5e-5, below its rounding; h_t is put
-right by e^{log_gate + 10}); or EXACT, token by token, as products of gates (float32 and float16).
+right by e^{log_gate + 10}; products with the factors are in tf32, in bfloat16 they double the error of o); or
+EXACT, token by token, as products of gates (float32 and float16).
 
 GR query heads x 16 tokens are the rows of a product; slots, gates and their factors exist once a key/value
 head. State buffers are [segments, H, size, M].
@@ -60,6 +61,25 @@ def _expm1(x):
 @triton.jit
 def _dot(a, b, DT: tl.constexpr, PREC: tl.constexpr):
     return tl.dot(a.to(DT), b.to(DT), input_precision=PREC)
+
+
+@triton.jit
+def _fine(x, dtype: tl.constexpr):
+    """x as an operand of _fine_dot, so that what else is made of x sees the same rounded number."""
+    x = x.to(tl.float32)
+    if dtype != tl.float32:
+        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
+    return x
+
+
+@triton.jit
+def _fine_dot(a, b, dtype: tl.constexpr):
+    """A product of pairs, in tf32 where the large ones are bfloat16: it is small, and roundings add up."""
+    if dtype == tl.float32:
+        out = tl.dot(a, b, input_precision="ieee")
+    else:
+        out = tl.dot(a, b, input_precision="tf32")
+    return out
 
 
 @triton.jit
@@ -358,7 +378,7 @@ def _forward(
         else:
             c = tl.maximum(g, -10.0)
             near1, anti = _factors(c, t)
-            col = (s * anti).to(DT)
+            col = _fine(s * anti, DT)
             w = s * tl.exp(tl.minimum(tl.sum(c, 0)[None, :] - tl.cumsum(c, 0), 0.0))
         K0 = tl.reshape(K.to(DT), (DP, M))
         V0 = tl.trans(tl.reshape(V.to(DT), (EP, M)))
@@ -375,13 +395,13 @@ def _forward(
                 inner = _spread(A, g_ptr, at, b, step, m, m_ok, GR, M)
             else:
                 near = _rows(near1, GR, M)
-                inner = near * _dot(A, col, DT, PREC)
+                inner = near * _fine_dot(_fine(A, DT), col, DT)
             U = scale * (decay * _dot(q, K0, DT, PREC) + inner)
             P = _read(U, _rows(z1, GR, M), _rows(iz1, GR, M), m_ok, MASS)
             if EXACT:
                 Bm = _gather(P, g_ptr, at, b, step, m, m_ok, GR, M)
             else:
-                Bm = tl.where(causal, _dot(P * near, tl.trans(col), DT, PREC), 0.0)
+                Bm = tl.where(causal, _fine_dot(_fine(P * near, DT), tl.trans(col), DT), 0.0)
             O = _dot(P * decay, V0, DT, PREC) + _dot(Bm, v, DT, PREC)
             tl.store(o_ptr + q_row[:, None] * E + e[None, :], O, mask=r_ok[:, None] & e_ok[None, :])
         K = K * keep[None, None, :] + _outer(k, w, DP, M, DT, PREC, EXACT)
@@ -445,7 +465,7 @@ def _backward_reads(
         else:
             c = tl.maximum(g, -10.0)
             near1, anti = _factors(c, t)
-            col = (s * anti).to(DT)
+            col = _fine(s * anti, DT)
             w = s * tl.exp(tl.minimum(tl.sum(c, 0)[None, :] - tl.cumsum(c, 0), 0.0))
         K0 = tl.reshape(K.to(DT), (DP, M))
         V0 = tl.reshape(V.to(DT), (EP, M))
@@ -467,8 +487,8 @@ def _backward_reads(
                 dinner = _spread(dB, g_ptr, at, b, step, m, m_ok, GR, M)
             else:
                 near = _rows(near1, GR, M)
-                inner = near * _dot(A, col, DT, PREC)
-                dinner = near * _dot(dB, col, DT, PREC)
+                inner = near * _fine_dot(_fine(A, DT), col, DT)
+                dinner = near * _fine_dot(_fine(dB, DT), col, DT)
             U = scale * (decay * _dot(q, K0, DT, PREC) + inner)
             P = _read(U, z, iz, m_ok, MASS)
             dP = decay * _dot(do, V0, DT, PREC) + dinner
@@ -573,7 +593,7 @@ def _backward(
         if not EXACT:
             c = tl.maximum(g, -10.0)
             near1, anti = _factors(c, t)
-            col = (s * anti).to(DT)
+            col = _fine(s * anti, DT)
 
         # what reaches the slots after the block
         left = _left(g_ptr, row, at + 15, b, step, m, m_ok)
@@ -617,11 +637,11 @@ def _backward(
                 U = scale * (read_k + _spread(A, g_ptr, at, b, step, m, m_ok, GR, M))
                 dP = read_v + _spread(dB, g_ptr, at, b, step, m, m_ok, GR, M)
             else:
-                A = A.to(DT)
-                dB = dB.to(DT)
+                A = _fine(A, DT)
+                dB = _fine(dB, DT)
                 near = _rows(near1, GR, M)
-                inner = _dot(A, col, DT, PREC)  # without near, which its gradients below put on
-                dinner = _dot(dB, col, DT, PREC)
+                inner = _fine_dot(A, col, DT)  # without near, which its gradients below put on
+                dinner = _fine_dot(dB, col, DT)
                 U = scale * (read_k + near * inner)
                 dP = read_v + near * dinner
             P = _read(U, z, iz, m_ok, MASS)
@@ -637,12 +657,14 @@ def _backward(
                 ds += ds_in
                 paths += h_in
             else:
-                Pn = (P * near).to(DT)
-                dUn = (dU * near).to(DT)
-                Bm = tl.where(causal, _dot(Pn, tl.trans(col), DT, PREC), 0.0)
-                dA = tl.where(causal, _dot(dUn, tl.trans(col), DT, PREC), 0.0)
-                dcol += _dot(tl.trans(dB), Pn, DT, PREC) + _dot(tl.trans(A), dUn, DT, PREC)
-                paired += _tokens(Pn.to(tl.float32) * dinner + dUn.to(tl.float32) * inner, GR, M)
+                # in this order, fewer operands are in shared memory at once
+                Pn = _fine(P * near, DT)
+                Bm = tl.where(causal, _fine_dot(Pn, tl.trans(col), DT), 0.0)
+                dcol += _fine_dot(tl.trans(dB), Pn, DT)
+                dUn = _fine(dU * near, DT)
+                dA = tl.where(causal, _fine_dot(dUn, tl.trans(col), DT), 0.0)
+                dcol += _fine_dot(tl.trans(A), dUn, DT)
+                paired += _tokens(Pn * dinner + dUn * inner, GR, M)
             dk += _dot(tl.trans(dA.to(DT)), q, DT, PREC)
             dv += _dot(tl.trans(Bm.to(DT)), do, DT, PREC)
             dUd = dU * decay
@@ -654,7 +676,7 @@ def _backward(
         paths += tl.cumsum(walked, 0, reverse=True)
         if not EXACT:
             ds += dcol * anti
-            paths += tl.exp(g - c) * tl.cumsum(paired - dcol * col.to(tl.float32), 0, reverse=True)
+            paths += tl.exp(g - c) * tl.cumsum(paired - dcol * col, 0, reverse=True)
         dg = paths - tl.exp(g) * ds + dgamma[None, :]
         if MASS:
             drift = drift * tl.exp(gamma)
