@@ -121,7 +121,9 @@ def test_a_backend_that_cannot_says_so(device):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_triton_is_chosen_unasked_only_on_cuda_in_a_dtype_that_is_proven(dtype):
+def test_triton_is_chosen_unasked_only_on_cuda_in_a_dtype_that_is_proven(dtype, monkeypatch):
+    monkeypatch.setattr(chunked, "PROVEN", (torch.float16,))
+
     class OnCuda(torch.Tensor):
         device = torch.device("cuda")
 

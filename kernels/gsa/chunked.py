@@ -22,7 +22,9 @@ from torch.utils.checkpoint import checkpoint
 from unsoftmax.kernels.gsa.reference import GSAState
 
 SEGMENT_BYTES = 32 << 20  # of W at a time; longer input is cut, and backward recomputes each piece
-PROVEN = (torch.float16,)  # dtypes in which benchmarks/check_gsa.py found every result right on a GPU
+PROVEN: tuple[
+    torch.dtype, ...
+] = ()  # dtypes in which benchmarks/check_gsa.py is green on a GPU, as the kernels stand
 LOWEST_GATE = -1e4  # e^-1e4 is 0 in float64 too, so nothing is lost, and no -inf meets a 0
 
 
@@ -52,10 +54,10 @@ def gsa(
         state: the slots before the first token; None starts empty. Not changed.
         cu_seqlens: [N + 1], documents packed in one row (B = 1); `state` is then one for each document.
         chunk: tokens handled at once (PyTorch form).
-        backend: "triton" or "torch" (this file's form). None is triton on CUDA if the dtype of the operands
-            (autocast's, else the widest of q, k, v) is float16, the one that has passed the check on a GPU,
-            and triton_chunk.supports takes the sizes; else torch. Kernels in bfloat16 and float32 must be
-            asked for.
+        backend: "triton" or "torch"; None is triton on CUDA where the operands' dtype (autocast's, else the
+            widest of q, k, v) is in PROVEN and triton_chunk.supports takes the sizes; else torch. The
+            kernels have not yet passed their whole check on a GPU, so PROVEN is empty and they must be asked
+            for.
 
     Returns:
         o [B, T, HQ, E] in v's dtype, and the state after the last token, N = B or documents. All sums and the
