@@ -22,9 +22,8 @@ from torch.utils.checkpoint import checkpoint
 from unsoftmax.kernels.gsa.reference import GSAState
 
 SEGMENT_BYTES = 32 << 20  # of W at a time; longer input is cut, and backward recomputes each piece
-PROVEN: tuple[
-    torch.dtype, ...
-] = ()  # dtypes in which benchmarks/check_gsa.py is green on a GPU, as the kernels stand
+# dtypes in which benchmarks/check_gsa.py is green on a GPU with the kernels as they stand
+PROVEN: tuple[torch.dtype, ...] = ()
 LOWEST_GATE = -1e4  # e^-1e4 is 0 in float64 too, so nothing is lost, and no -inf meets a 0
 
 
