@@ -23,10 +23,9 @@ COMMANDS = [
 
 
 def support_table() -> str:
-    """Sources x layers, as the model's tests have them."""
-    lines = ["| source | layers of these kinds |", "|---|---|"]
-    layers = ", ".join(LAYERS)
-    lines += [f"| {name} | {layers} |" for name in GEOMETRIES]
+    """Sources, and kinds of layers, as the model's tests have them; the tests do not cross the two."""
+    lines = ["| sources | kinds of layers |", "|---|---|"]
+    lines.append(f"| {', '.join(GEOMETRIES)} | {', '.join(LAYERS)} |")
     return "\n".join(lines)
 
 
