@@ -44,6 +44,11 @@ CASES = [  # B, T, HQ, H, D, E, M, W, bias, state, lengths of packed documents
     (9000, 8, 8, 8, 16, 16, 16, 1, False, False, None),
     (1, 8192, 4, 1, 128, 128, 64, 2, True, False, None),
 ]  # fmt: skip
+QUICK = [  # one-hot writes at Mistral's head shape: the kernels that are timed
+    (2, 300, 8, 2, 128, 128, 64, 2, True, False, None),
+    (2, 300, 8, 2, 128, 128, 64, 1, True, True, None),
+    (1, 500, 8, 2, 128, 128, 64, 2, True, True, (0, 1, 1, 63, 64, 65, 0, 306)),
+]
 MISTRAL = (32, 8, 128)
 LAYOUTS = [(16, 2048), (4, 8192), (1, 32768)]
 FORWARD = [  # chunk, rows, warps, stages
@@ -149,17 +154,21 @@ def check(case, dtype) -> list[str]:
     return wrong
 
 
-def correctness() -> list[str]:
+def correctness(quick: bool) -> list[str]:
     lines = []
-    for dtype in (torch.float32, torch.bfloat16, torch.float16):
-        for case in CASES:
-            try:
-                wrong = check(case, dtype)
-            except Exception as error:  # one broken case must not hide the others
-                wrong = [f"{type(error).__name__}: {str(error)[:300]}"]
-            if wrong:
-                lines.append(f"WRONG {dtype} {case}: {'; '.join(wrong)}")
-                print(lines[-1], flush=True)
+    cases = [
+        (case, dtype)
+        for dtype in ([torch.bfloat16] if quick else CAPS)
+        for case in (QUICK if quick else CASES)
+    ]
+    for case, dtype in cases:
+        try:
+            wrong = check(case, dtype)
+        except Exception as error:  # one broken case must not hide the others
+            wrong = [f"{type(error).__name__}: {str(error)[:300]}"]
+        if wrong:
+            lines.append(f"WRONG {dtype} {case}: {'; '.join(wrong)}")
+            print(lines[-1], flush=True)
     for part in (causality, pieces):
         try:
             found = part()
@@ -168,7 +177,7 @@ def correctness() -> list[str]:
         lines += found
         for line in found:
             print(line, flush=True)
-    print(f"correctness: {3 * len(CASES) + 2} cases, {len(lines)} wrong", flush=True)
+    print(f"correctness: {len(cases) + 2} cases, {len(lines)} wrong", flush=True)
     return lines
 
 
@@ -299,11 +308,11 @@ def row(result: dict, name: str, forward, step) -> None:
 def operations(result: dict, quick: bool) -> None:
     for B, T in LAYOUTS:
         row(result, f"slots 64, {B}x{T}", *step_of(B, T, *MISTRAL, 64))
-    for M in (128, 256):
+    for M in () if quick else (128, 256):
         row(result, f"slots {M}, 1x32768", *step_of(1, 32768, *MISTRAL, M))
     row(result, "slots 64, 1x131072", *step_of(1, 131072, *MISTRAL, 64))
-    row(result, "SmolLM2 (9/3 heads, D 64), 1x2048", *step_of(1, 2048, 9, 3, 64, 64))
-    row(result, "SmolLM2 (9/3 heads, D 64), 16x2048", *step_of(16, 2048, 9, 3, 64, 64))
+    for B in () if quick else (1, 16):
+        row(result, f"SmolLM2 (9/3 heads, D 64), {B}x2048", *step_of(B, 2048, 9, 3, 64, 64))
     for B, T in LAYOUTS[-1:] if quick else LAYOUTS:
         q, k, v, _, _ = inputs(B, T, *MISTRAL[:2], 128, 128, 64, 2, torch.bfloat16)
         leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
@@ -338,18 +347,20 @@ def decoding(result: dict) -> None:
         print(f"decode B {B}: {result[f'decode B {B}, us']:.1f} us", flush=True)
 
 
-def jobs() -> list[tuple]:
-    found = [("case", case, dtype) for case in CASES if case[0] < 100 for dtype in CAPS]
-    kinds = (("forward", FORWARD), ("dq", DQ), ("dkv", DKV))
-    found += [("tiles", kind, cut) for kind, cuts in kinds for cut in cuts]
+def jobs(quick: bool, tiles: bool) -> list[tuple]:
+    kinds = (("forward", FORWARD), ("dq", DQ), ("dkv", DKV)) if tiles else ()
+    found = [("tiles", kind, cut) for kind, cuts in kinds for cut in cuts]
+    if quick:
+        return [*found, *(("case", case, torch.bfloat16) for case in QUICK), ("whole", MISTRAL, 64)]
+    found += [("case", case, dtype) for case in CASES if case[0] < 100 for dtype in CAPS]
     found += [("whole", shape, M) for shape in (MISTRAL, (9, 3, 64)) for M in (64, 128, 256)]
     return found
 
 
-def warm(part: int, parts: int) -> None:
+def warm(part: int, parts: int, quick: bool, tiles: bool) -> None:
     """Compiles this process's share of everything, by running it small."""
     shipped = blocks_for(128, 128, 4, torch.bfloat16)
-    for kind, a, b in jobs()[part::parts]:
+    for kind, a, b in jobs(quick, tiles)[part::parts]:
         try:
             if kind == "case":
                 check(a, b)
@@ -373,21 +384,22 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--out", type=Path)
-    parser.add_argument("--quick", action="store_true", help="softmax at 1 x 32k only")
+    parser.add_argument("--quick", action="store_true", help="bf16 at Mistral's shape only")
     parser.add_argument("--no-variants", action="store_true", help="only the shipped block sizes")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.warm is not None:
-        return warm(arguments.warm, arguments.processes)
+        return warm(arguments.warm, arguments.processes, arguments.quick, not arguments.no_variants)
     start = time.perf_counter()
-    command = [sys.executable, __file__, "--processes", str(arguments.processes), "--warm"]
+    flags = [f"--{name}" for name in ("quick", "no-variants") if getattr(arguments, name.replace("-", "_"))]
+    command = [sys.executable, __file__, *flags, "--processes", str(arguments.processes), "--warm"]
     workers = [subprocess.Popen([*command, str(i)]) for i in range(arguments.processes)]
     for worker in workers:
         worker.wait()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
-    result: dict = {"wrong": correctness()}
+    result: dict = {"wrong": correctness(arguments.quick)}
     print(f"checked after {time.perf_counter() - start:.0f} s", flush=True)
     if not arguments.no_variants:
         variants(result)
