@@ -432,7 +432,7 @@ def drop(folder: Path, key: str) -> None:
 
 def test_a_new_parameter_that_is_missing_gets_its_documented_start_and_no_other_does(tmp_path):
     ours = converted(tiny_model(), [MEMORY, MEMORY, POLY])
-    dropped = {"model.layers.1.self_attn.importance.bias", "model.layers.2.self_attn.offset"}
+    dropped = {"model.layers.1.self_attn.importance.bias", "model.layers.2.self_attn.power.offset"}
     for layer in ours.model.layers:
         layer.self_attn.reset_new_parameters()
     start = {name: ours.state_dict()[name].clone() for name in dropped}
@@ -569,12 +569,21 @@ def test_the_tokenizer_of_a_converted_folder_is_the_sources(tmp_path):
 # --- adapters
 
 
-def test_lora_trains_saves_and_merges(tmp_path):
+ADAPTED = {  # layers, and the modules of theirs that are trained whole beside the adapters
+    "gsa": ([MEMORY, KEPT, WINDOW], ["importance"]),
+    "polysketch": ([POLY, KEPT, POLY | {"local": "power"}], ["power", "sketch"]),
+}
+
+
+@pytest.mark.parametrize("case", ADAPTED.values(), ids=ADAPTED)
+def test_lora_trains_saves_and_merges(tmp_path, case):
     import peft
 
-    ours = converted(tiny_model(), [MEMORY, KEPT, WINDOW])
+    layers, trained_whole = case
+    ours = converted(tiny_model(), layers)
     plain = copy.deepcopy(ours)
-    wanted = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=["importance"])
+    before = {name: x.clone() for name, x in ours.state_dict().items()}
+    wanted = peft.LoraConfig(r=2, target_modules=["q_proj", "v_proj"], modules_to_save=trained_whole)
     adapted = peft.get_peft_model(ours, wanted)
     optimizer = torch.optim.SGD([p for p in adapted.parameters() if p.requires_grad], lr=1.0)
     for _ in range(2):
@@ -588,6 +597,8 @@ def test_lora_trains_saves_and_merges(tmp_path):
     torch.testing.assert_close(again(IDS).logits, trained)
     merged = again.merge_and_unload()
     torch.testing.assert_close(merged(IDS).logits, trained)
+    new = new_parameter_names(merged)
+    assert new and new == {name for name in new if not torch.equal(merged.state_dict()[name], before[name])}
     merged.save_pretrained(tmp_path / "merged")
     torch.testing.assert_close(load(tmp_path / "merged")(IDS).logits, trained)
 

@@ -54,11 +54,11 @@ def fit(layer: PolySketchAttention, batches: Iterable[tuple[torch.Tensor, Rotary
     if not found:
         return {}
     mean = torch.stack([k.mean(0) for _, k, _, _ in found]).mean(0)
-    layer.key_mean.copy_(mean)
+    layer.power.key_mean.copy_(mean)
     rows = [_row(layer, q, k - mean, causal, far) for q, k, causal, far in found]
     sharpness, kl = _sharpness(layer, rows)
-    layer.offset.fill_(1.0)
-    layer.sharpness.copy_(sharpness)
+    layer.power.offset.fill_(1.0)
+    layer.power.sharpness.copy_(sharpness)
     if isinstance(layer.sketch, LearnedSketch):
         _principal(layer, rows)
     report = {"sharpness": sharpness.median().item(), "kl_exact_power": kl.median().item()}
@@ -135,7 +135,7 @@ def _divergence(row: _Row, log_w: torch.Tensor) -> torch.Tensor:
 def _principal(layer, rows) -> None:
     """Start the learned sketch at the strongest directions that queries and keys share."""
     H = layer.shape.num_kv_heads
-    q = torch.cat([row.q for row in rows]) * (layer.scale * layer.sharpness.float())[:, None]
+    q = torch.cat([row.q for row in rows]) * (layer.scale * layer.power.sharpness.float())[:, None]
     q = q.unflatten(1, (H, -1)).transpose(0, 1).flatten(1, 2)  # [H, n, D]
     k = torch.cat([row.k for row in rows]).transpose(0, 1)
     roots = [torch.linalg.cholesky(_moment(x)) for x in (q, k)]
@@ -168,10 +168,10 @@ def _far_mass(layer, rows, key_mean) -> dict[str, float]:
     )  # [HQ, all n]
     q = torch.cat([row.q for row in rows]).transpose(0, 1) * layer.scale
     change = _ridge(q, (far - have).clamp(-10, 10), share * (1 - share) + 1e-3)
-    layer.far_query.copy_(key_mean.repeat_interleave(len(q) // len(key_mean), 0) + change)
+    layer.power.far_query.copy_(key_mean.repeat_interleave(len(q) // len(key_mean), 0) + change)
     have = have + torch.einsum("hnd,hd->hn", q, change)
-    layer.far_scale.copy_(_matching(have - near, share.mean(1)))
-    ours = (have - near + layer.far_scale[:, None]).sigmoid()
+    layer.power.far_scale.copy_(_matching(have - near, share.mean(1)))
+    ours = (have - near + layer.power.far_scale[:, None]).sigmoid()
     kl = (kl * share).sum(1) / share.sum(1).clamp(min=1e-9)
     return {
         "far_mass_teacher": share.mean().item(),

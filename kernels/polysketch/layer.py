@@ -90,13 +90,26 @@ def _one_of(name: str, value: object, choices: tuple) -> None:
         raise ValueError(f"mixer.{name} is {value!r}; it must be one of {listed}")
 
 
+class Power(nn.Module):
+    """What the scores of each head are raised to a power with; a module, so that adapters can name it."""
+
+    def __init__(self, shape: AttentionShape, far: bool) -> None:
+        super().__init__()
+        HQ, H, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
+        self.offset, self.sharpness = nn.Parameter(torch.empty(HQ)), nn.Parameter(torch.empty(HQ))
+        self.key_mean = nn.Parameter(torch.empty(H, D))
+        if far:
+            self.far_scale, self.far_query = nn.Parameter(torch.empty(HQ)), nn.Parameter(torch.empty(HQ, D))
+
+
 class PolySketchAttention(Mixer):
     """Exact attention to near keys and sinks, squared sketches of polynomial attention to all others.
 
     New parameters, all trained unless said otherwise:
-        offset, sharpness [HQ]       the power's (sharpness s + offset); start 1 and 1 / degree
-        key_mean [H, D]              what is taken off keys before the power; start 0
-        far_scale [HQ], far_query [HQ, D]    log of the factor on far weights; start 0; local="softmax" only
+        power.offset, power.sharpness [HQ]   the power's (sharpness s + offset); start 1 and 1 / degree
+        power.key_mean [H, D]                what is taken off keys before the power; start 0
+        power.far_scale [HQ], power.far_query [HQ, D]    log of the factor on far weights; start 0;
+            local="softmax" only
         sketch.query, sketch.key [H, degree / 2, D + 1, r]    the learned sketch; starts as the largest
             terms of the power over single coordinates, low frequencies first; `fit` finds directions
         sketch.leaf, sketch.inner    a random sketch; drawn at the start, never trained
@@ -107,11 +120,8 @@ class PolySketchAttention(Mixer):
 
     def __init__(self, shape: AttentionShape, options: PolySketchOptions) -> None:
         super().__init__(shape, options)
-        HQ, H, D = shape.num_heads, shape.num_kv_heads, shape.head_dim
-        self.offset, self.sharpness = nn.Parameter(torch.empty(HQ)), nn.Parameter(torch.empty(HQ))
-        self.key_mean = nn.Parameter(torch.empty(H, D))
-        if options.local == "softmax":
-            self.far_scale, self.far_query = nn.Parameter(torch.empty(HQ)), nn.Parameter(torch.empty(HQ, D))
+        H, D = shape.num_kv_heads, shape.head_dim
+        self.power = Power(shape, far=options.local == "softmax")
         if options.sketch == "learned":
             self.sketch = LearnedSketch(options.degree, D + 1, options.sketch_size, H)
         elif options.sketch == "exact":
@@ -124,12 +134,12 @@ class PolySketchAttention(Mixer):
     @torch.no_grad()
     def reset_new_parameters(self) -> None:
         """The starts that the class docstring lists. Random sketches come from torch's global generator."""
-        self.offset.fill_(1.0)
-        self.sharpness.fill_(1.0 / self.options.degree)
-        self.key_mean.zero_()
+        self.power.offset.fill_(1.0)
+        self.power.sharpness.fill_(1.0 / self.options.degree)
+        self.power.key_mean.zero_()
         if self.options.local == "softmax":
-            self.far_scale.zero_()
-            self.far_query.zero_()
+            self.power.far_scale.zero_()
+            self.power.far_query.zero_()
         if isinstance(self.sketch, RandomSketch):
             self.sketch.reset()
         elif isinstance(self.sketch, LearnedSketch):
@@ -168,13 +178,14 @@ class PolySketchAttention(Mixer):
 
     def sketches(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """phi_q [B, T, HQ, r] and phi_k [B, T, H, r] of q and k with rotary positions, in q's dtype."""
-        sharpness, offset, mean = (p.to(q.dtype) for p in (self.sharpness, self.offset, self.key_mean))
+        power = self.power
+        sharpness, offset, mean = (p.to(q.dtype) for p in (power.sharpness, power.offset, power.key_mean))
         q = append(q * (self.scale * sharpness)[:, None], offset)
         return self.sketch(q, append(k - mean, 1.0))
 
     def far_factor(self, q: torch.Tensor) -> torch.Tensor:
         """Log of the factor on far weights, [B, T, HQ]; local="softmax" only."""
-        return self.far_scale.to(q.dtype) + self.scale * (q * self.far_query.to(q.dtype)).sum(-1)
+        return self.power.far_scale.to(q.dtype) + self.scale * (q * self.power.far_query.to(q.dtype)).sum(-1)
 
     def _attend(self, q, k, v, state, cu_seqlens, lengths, keep_state):
         if q.is_cuda and v.dtype == torch.bfloat16:
@@ -203,35 +214,36 @@ class PolySketchAttention(Mixer):
 
     def _wide(self, q, k):
         """q, k, their sketches and what `local` adds, in float32 at least."""
+        power = self.power
         wide_q, wide_k = (t if t.dtype == torch.float64 else t.float() for t in (q, k))
         phi_q, phi_k = self.sketches(wide_q, wide_k)
         if self.options.local == "softmax":
             special = {"far_scale": self.far_factor(wide_q)}
             wide_q = wide_q * self.scale
         else:
-            special = {"offset": self.offset}
-            wide_q = wide_q * (self.scale * self.sharpness.to(wide_q.dtype))[:, None]
-            wide_k = wide_k - self.key_mean.to(wide_k.dtype)
+            special = {"offset": power.offset}
+            wide_q = wide_q * (self.scale * power.sharpness.to(wide_q.dtype))[:, None]
+            wide_k = wide_k - power.key_mean.to(wide_k.dtype)
         return (wide_q, wide_k, phi_q, phi_k), special
 
     def _narrow(self, q, k):
         """The same in bfloat16 on a GPU. The scale goes on k, which is smaller."""
-        soft = self.options.local == "softmax"
-        tilt = self.scale * self.far_query if soft else None
+        power, soft = self.power, self.options.local == "softmax"
+        tilt = self.scale * power.far_query if soft else None
         small = self.options.degree <= 4 and self.options.sketch_size <= 64
-        if isinstance(self.sketch, LearnedSketch) and small and sketch_triton:
+        if self.options.sketch == "learned" and small and sketch_triton:
             sketch = self.sketch
             phi_q, lift = sketch_triton(
-                q, sketch.query, factor=self.scale * self.sharpness, last=self.offset, tilt=tilt
+                q, sketch.query, factor=self.scale * power.sharpness, last=power.offset, tilt=tilt
             )
-            phi = phi_q, sketch_triton(k, sketch.key, factor=None, last=1.0, mean=self.key_mean)[0]
+            phi = phi_q, sketch_triton(k, sketch.key, factor=None, last=1.0, mean=power.key_mean)[0]
         else:
             phi, lift = self.sketches(q, k), (q.float() * tilt).sum(-1) if soft else None
         if soft:
-            return (q, k * self.scale, *phi), {"far_scale": self.far_scale + lift}
-        q = q * self.sharpness.to(q.dtype)[:, None]
-        k = (k - self.key_mean.to(k.dtype)) * self.scale
-        return (q, k, *phi), {"offset": self.offset}
+            return (q, k * self.scale, *phi), {"far_scale": power.far_scale + lift}
+        q = q * power.sharpness.to(q.dtype)[:, None]
+        k = (k - power.key_mean.to(k.dtype)) * self.scale
+        return (q, k, *phi), {"offset": power.offset}
 
 
 def _reorder(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
