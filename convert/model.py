@@ -83,6 +83,24 @@ class ConvertedLayer(nn.Module):
                 if new.is_floating_point():
                     new.data = new.data.float()  # and loads so: in bfloat16 gates lose every long half-life
 
+    def _apply(self, fn, recurse: bool = True):
+        """What the mixer adds never gets narrower than float32, whatever the model is cast to."""
+        if not isinstance(self.self_attn, Mixer):
+            return super()._apply(fn, recurse)
+        before = {
+            name: (x.data, x.grad)
+            for name, x in _new_tensors(self.self_attn).items()
+            if x.is_floating_point()
+        }
+        super()._apply(fn, recurse)
+        for name, x in _new_tensors(self.self_attn).items():
+            if name in before and x.dtype.itemsize < torch.float32.itemsize:
+                value, gradient = before[name]
+                x.grad = None  # or its dtype would have to be that of x, which changes here
+                x.data = value.to(x.device, torch.float32)
+                x.grad = None if gradient is None else gradient.to(x.device, torch.float32)
+        return self
+
     def forward(
         self,
         hidden_states: torch.Tensor,

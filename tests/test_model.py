@@ -465,6 +465,24 @@ def test_what_mixers_add_stays_float32_in_a_bfloat16_load(tmp_path):
     assert torch.equal(fresh(IDS).logits, again(IDS).logits)
 
 
+@pytest.mark.parametrize("cast", ["bfloat16", "half", "to", "to from double"])
+def test_what_mixers_add_stays_float32_when_the_model_is_cast(tmp_path, cast):
+    ours = load(tiny_source(tmp_path), layer_mixers=[MEMORY, PAPER, POLY])
+    new = new_parameter_names(ours)
+    before = {name: ours.state_dict()[name].clone() for name in new}
+    ours.train()(IDS, labels=IDS).loss.backward()
+    if cast == "to from double":
+        ours.double()
+        assert all(x.dtype == torch.float64 for x in ours.state_dict().values())
+    narrow = torch.float16 if cast == "half" else torch.bfloat16
+    getattr(ours, cast)() if cast in ("bfloat16", "half") else ours.to(narrow)
+    for name, x in ours.named_parameters():
+        assert x.dtype == (torch.float32 if name in new else narrow), name
+        assert x.grad is None or x.grad.dtype == x.dtype, name
+    assert all(torch.equal(ours.state_dict()[name], x) for name, x in before.items())
+    assert ours.eval()(IDS).logits.isfinite().all()
+
+
 def test_rotary_tables_are_filled_and_stay_float32(tmp_path):
     ours: Any = load(tiny_source(tmp_path), dtype=torch.bfloat16, layer_mixers=[RING] * 3)
     before = ours.model.rotary_emb.inv_freq.clone()
