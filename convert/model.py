@@ -43,7 +43,7 @@ from unsoftmax.convert.config import (
     mixer_options,
 )
 from unsoftmax.convert.remote_code import write_remote_code
-from unsoftmax.kernels.mixer import Mixer, Rotary, token_index
+from unsoftmax.kernels.mixer import Mixer, Rotary, packed, token_index
 from unsoftmax.kernels.registry import MIXERS
 
 # transformers renamed this argument and output field from past_key_values to cache between 5.17 and 5.24.
@@ -218,6 +218,7 @@ class ConvertedModel(ConvertedWeights):
             cu_seqlens = _documents(position_ids, x.shape[1])
         if cu_seqlens is not None:
             _check_packed(x, attention_mask, cache)
+            cu_seqlens = packed(cu_seqlens, x.shape[1], x.device)
             use_cache = False
         if use_cache and cache is None:
             cache = StateCache(self.config)

@@ -16,6 +16,7 @@ Laws    1. Chunked and Triton forms equal the reference in float64, output and e
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable
 from typing import Any, ClassVar, NamedTuple
 
@@ -60,6 +61,36 @@ def rotate(x: torch.Tensor, rotary: Rotary) -> torch.Tensor:
     cos, sin = rotary.cos.unsqueeze(2), rotary.sin.unsqueeze(2)
     a, b = x.chunk(2, dim=-1)
     return x * cos + torch.cat((-b, a), dim=-1) * sin
+
+
+def packed(cu_seqlens: torch.Tensor, tokens: int, device: torch.device) -> torch.Tensor:
+    """cu_seqlens [N + 1], int32 or int64, as int64 on the device of a row of so many tokens.
+
+    Raises ValueError unless it runs from 0 to `tokens` without decreasing. The values of a tensor are looked
+    at once, so that on a GPU only the first of many layers waits for them.
+    """
+    key = (tokens, 0 if cu_seqlens.is_inference() else cu_seqlens._version)
+    if not torch.compiler.is_compiling() and getattr(cu_seqlens, "_packs", None) != key:
+        _check_documents(cu_seqlens, tokens)
+    found = cu_seqlens.to(device, torch.int64)
+    for seen in (cu_seqlens, found):
+        seen._packs = (tokens, 0 if seen.is_inference() else seen._version)  # type: ignore[attr-defined]
+    return found
+
+
+def _check_documents(cu_seqlens: torch.Tensor, tokens: int) -> None:
+    if cu_seqlens.dtype not in (torch.int32, torch.int64):
+        raise ValueError(f"cu_seqlens is {cu_seqlens.dtype}; it must be torch.int64 or torch.int32")
+    if cu_seqlens.ndim != 1 or not len(cu_seqlens):
+        raise ValueError(f"cu_seqlens is {list(cu_seqlens.shape)}; it must be [documents + 1]")
+    cuts = cu_seqlens.tolist()
+    if cuts[0] != 0:
+        raise ValueError(f"cu_seqlens begins with {cuts[0]}; it must begin with 0")
+    for n, (a, b) in enumerate(itertools.pairwise(cuts)):
+        if a > b:
+            raise ValueError(f"cu_seqlens falls from {a} to {b} at entry {n + 1}; it must never decrease")
+    if cuts[-1] != tokens:
+        raise ValueError(f"cu_seqlens ends with {cuts[-1]}; it must end with {tokens}, the tokens of the row")
 
 
 def token_index(

@@ -22,6 +22,8 @@ from unsoftmax.convert.config import SOFTMAX, UnsoftLlamaConfig, convert_config
 from unsoftmax.convert.load import load, new_parameter_names, tokenizer
 from unsoftmax.convert.model import CACHE, CONVERTED_MODELS
 from unsoftmax.convert.remote_code import bundle
+from unsoftmax.kernels import mixer as mixer_module
+from unsoftmax.kernels.mixer import Mixer, Rotary
 
 KEPT = {"name": SOFTMAX}
 RING = {"name": "gsa", "num_slots": 8, "sinks": 2}
@@ -341,6 +343,44 @@ def test_what_cannot_be_right_is_refused_by_name(case):
     arguments, message = case
     with pytest.raises(ValueError, match=message):
         converted(tiny_model(), [RING] * 3)(IDS, **arguments)
+
+
+BAD_CUTS = {
+    "not from 0": (torch.tensor([1, 23]), "begins with 1; it must begin with 0"),
+    "falling": (torch.tensor([0, 9, 7, 23]), "falls from 9 to 7 at entry 2; it must never decrease"),
+    "too short": (torch.tensor([0, 9, 22]), "ends with 22; it must end with 23"),
+    "beyond the row": (torch.tensor([0, 9, 24]), "ends with 24; it must end with 23"),
+    "floats": (torch.tensor([0.0, 23.0]), "is torch.float32; it must be torch.int64 or torch.int32"),
+    "two rows of it": (torch.tensor([[0, 23]]), r"is \[1, 2\]; it must be \[documents \+ 1\]"),
+    "nothing": (torch.tensor([], dtype=torch.int64), r"is \[0\]; it must be \[documents \+ 1\]"),
+}
+
+
+@pytest.mark.parametrize("case", BAD_CUTS.values(), ids=BAD_CUTS)
+def test_packed_documents_that_do_not_fill_the_row_are_refused(model, case):
+    cuts, message = case
+    for mixer in (layer.self_attn for layer in model.model.layers if isinstance(layer.self_attn, Mixer)):
+        x = torch.randn(1, 23, 32, dtype=torch.float64)
+        rotary = Rotary(*torch.ones(2, 1, 23, 8, dtype=torch.float64))
+        with pytest.raises(ValueError, match=f"cu_seqlens {message}"):
+            mixer(x, rotary=rotary, cu_seqlens=cuts)
+    with pytest.raises(ValueError, match=f"cu_seqlens {message}"):
+        model(IDS[:1], cu_seqlens=cuts)
+
+
+def test_packed_documents_may_be_int32_and_are_looked_at_once(model, monkeypatch):
+    looked = []
+    look = torch.Tensor.tolist
+    cuts = torch.tensor([0, 9, 23])
+    expected = model(IDS[:1], cu_seqlens=cuts).logits
+    narrow = cuts.int()
+    torch.testing.assert_close(model(IDS[:1], cu_seqlens=narrow).logits, expected, rtol=0, atol=0)
+    monkeypatch.setattr(mixer_module, "_check_documents", lambda *a: looked.append(look(a[0])))
+    model(IDS[:1], cu_seqlens=narrow)
+    assert looked == []
+    narrow[1] = 12  # another tensor by what it says
+    model(IDS[:1], cu_seqlens=narrow)
+    assert looked == [[0, 12, 23]]
 
 
 def test_a_misspelt_argument_is_refused():

@@ -20,6 +20,7 @@ from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint
 
 from unsoftmax.kernels.gsa.reference import GSAState
+from unsoftmax.kernels.mixer import packed
 
 SEGMENT_BYTES = 32 << 20  # of W at a time; longer input is cut, and backward recomputes each piece
 # dtypes in which benchmarks/check_gsa.py is green on a GPU with the kernels as they stand
@@ -63,9 +64,11 @@ def gsa(
         state are float32, or float64 if q is.
 
     Raises:
-        ValueError: shapes that do not fit together, or a backend that cannot take the call.
+        ValueError: shapes or cu_seqlens that do not fit, or a backend that cannot take the call.
     """
     _check(q, k, v, log_gate, cu_seqlens)
+    if cu_seqlens is not None:
+        cu_seqlens = packed(cu_seqlens, q.shape[1], q.device)
     if _use_triton(backend, q, k, v, log_gate):
         from unsoftmax.kernels.gsa.triton_op import gsa_triton
 

@@ -27,7 +27,7 @@ from unsoftmax.kernels.gsa.chunked import gsa
 from unsoftmax.kernels.gsa.onehot import slot_attention
 from unsoftmax.kernels.gsa.onehot_reference import SlotState
 from unsoftmax.kernels.gsa.reference import GSAState
-from unsoftmax.kernels.mixer import AttentionShape, Mixer, MixerOptions, Rotary, token_index
+from unsoftmax.kernels.mixer import AttentionShape, Mixer, MixerOptions, Rotary, packed, token_index
 
 DAMPING = 8.0  # the paper's tau
 NORM_EPS = 1e-5
@@ -165,6 +165,8 @@ class GatedSlotAttention(Mixer):
         """See Mixer.forward. With cu_seqlens the state's dimension 0 is the documents."""
         if cu_seqlens is not None and (mask is not None or state is not None):
             raise ValueError("cu_seqlens excludes mask and state; pass packed documents alone")
+        if cu_seqlens is not None:
+            cu_seqlens = packed(cu_seqlens, x.shape[1], x.device)
         if self.options.start == "paper":
             assert state is None or isinstance(state, GSAState)
             o, new = self._paper(x, mask, cu_seqlens, state)
@@ -202,7 +204,7 @@ class GatedSlotAttention(Mixer):
         )
         filled = slots.bias > -torch.inf
         if cu_seqlens is not None:
-            now = cu_seqlens.diff().long()
+            now = cu_seqlens.diff()
         else:
             now = real.sum(1).expand(len(x)) + (0 if seen is None else seen)
         return o.flatten(2), RingState(slots.k, slots.v, filled, now, written)

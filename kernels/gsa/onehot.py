@@ -19,6 +19,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from unsoftmax.kernels.gsa.onehot_reference import SlotState
+from unsoftmax.kernels.mixer import packed
 
 CHUNK = 64
 BLOCK_BYTES = 8 << 20  # of scores at a time; backward computes them again
@@ -57,9 +58,11 @@ def slot_attention(
         v, bias and state.
 
     Raises:
-        ValueError: shapes that do not fit together.
+        ValueError: shapes or cu_seqlens that do not fit.
     """
     _check(q, k, v, write, bias, num_slots, cu_seqlens)
+    if cu_seqlens is not None:
+        cu_seqlens = packed(cu_seqlens, q.shape[1], q.device)
     if backend not in (None, "torch", "triton"):
         raise ValueError(f"slot_attention: backend is {backend!r}; it must be None, 'torch' or 'triton'")
     factor = q.shape[-1] ** -0.5 if scale is None else scale

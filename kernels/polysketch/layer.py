@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from unsoftmax.kernels.mixer import AttentionShape, Mixer, MixerOptions, Rotary
+from unsoftmax.kernels.mixer import AttentionShape, Mixer, MixerOptions, Rotary, packed
 from unsoftmax.kernels.polysketch.chunked import PolySketchState, polysketch
 from unsoftmax.kernels.polysketch.fit import fit
 from unsoftmax.kernels.polysketch.sketch import (
@@ -164,6 +164,8 @@ class PolySketchAttention(Mixer):
     ) -> tuple[torch.Tensor, PolySketchState | None]:
         """See Mixer.forward. Blocks are counted over real tokens: padding moves to the end of its row."""
         order = lengths = None
+        if cu_seqlens is not None:
+            cu_seqlens = packed(cu_seqlens, x.shape[1], x.device)
         if mask is not None and not bool(mask.all()):
             lengths, order = mask.sum(1), (~mask).to(torch.uint8).argsort(dim=1, stable=True)
             x = _reorder(x.masked_fill(~mask.unsqueeze(-1), 0), order)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from unsoftmax.kernels.mixer import Mixer, MixerOptions, Rotary
+from unsoftmax.kernels.mixer import Mixer, MixerOptions, Rotary, packed
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ def window_attention(
     if cu_seqlens is None:
         begin, count = torch.arange(B, device=device) * T, torch.full((B,), T, device=device)
     else:
-        begin, count = cu_seqlens[:-1].long(), cu_seqlens.diff().long()
+        cu_seqlens = packed(cu_seqlens, T, device)
+        begin, count = cu_seqlens[:-1], cu_seqlens.diff()
     q, k, v = (x.flatten(0, 1) for x in (q, k, v))
     if state is None:
         state = _empty(len(begin), window, sinks, k, v)
@@ -112,7 +113,7 @@ def window_attention(
     if cu_seqlens is None:
         o = o.reshape(B, -1, *o.shape[2:])[:, :T]
     else:
-        owner = torch.searchsorted(cu_seqlens[1:].long().contiguous(), where, right=True)
+        owner = torch.searchsorted(cu_seqlens[1:].contiguous(), where, right=True)
         o = o.flatten(0, 1)[first[owner] * window + where - begin[owner]].unsqueeze(0)
     last_k, last_v = (_last(old, x, begin, count) for old, x in ((state.last_k, k), (state.last_v, v)))
     return o.to(v.dtype), WindowState(sink_k, sink_v, last_k, last_v, total)
@@ -168,6 +169,8 @@ class WindowAttention(Mixer):
         """See Mixer.forward. With cu_seqlens the state's dimension 0 is the documents."""
         if cu_seqlens is not None and (mask is not None or state is not None):
             raise ValueError("cu_seqlens excludes mask and state; pass packed documents alone")
+        if cu_seqlens is not None:
+            cu_seqlens = packed(cu_seqlens, x.shape[1], x.device)
         q, k, v = self.project(x, rotary)
         lengths = None
         if mask is not None:  # real tokens first, in order: distances then count real tokens alone
