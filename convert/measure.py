@@ -61,9 +61,9 @@ class Measurement:
         return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in d.items()}
 
     def line(self) -> str:
-        error = self.ppl * self.standard_error
+        error = "" if math.isnan(self.standard_error) else f" ± {self.ppl * self.standard_error:.2f}"
         recall = f"   recall nll {self.recall_nll:.3f} ({self.recall_tokens} tokens)"
-        return f"ppl {self.ppl:.2f} ± {error:.2f}{recall if self.recall_tokens else ''}"
+        return f"ppl {self.ppl:.2f}{error}{recall if self.recall_tokens else ''}"
 
 
 def token_ids(tokenizer: Any, documents: Iterable[str], limit: int | None = None) -> list[int]:

@@ -12,6 +12,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+import torch
+
 NAME = "provenance.json"
 PACKAGES = ("unsoftmax", "torch", "transformers", "deepspeed", "lm_eval")
 
@@ -59,7 +61,7 @@ def versions() -> dict[str, str]:
             found[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             continue
-    return found
+    return {**found, "torch": torch.__version__}  # which says the build too, such as +cpu
 
 
 def write_json(path: Path, value: Any) -> None:

@@ -112,6 +112,8 @@ def sample_rows(source: Source, recipe: Recipe) -> torch.Tensor:
     ids = token_ids(tokenizer, texts, wanted)
     if len(ids) < SAMPLE_TOKENS:  # a text of one or two documents sets nothing aside
         ids += token_ids(tokenizer, documents(own or recipe.calibration.text), wanted - len(ids))
+    if not ids:
+        raise ValueError(f"{own or recipe.calibration.text} holds no text to verify with; name one that does")
     length = min(SAMPLE_TOKENS, len(ids), source.config.max_position_embeddings)
     return token_rows(ids, length, SAMPLE_ROWS)
 

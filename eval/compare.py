@@ -28,16 +28,17 @@ def compare(
 
     Args:
         paths: each a results.json, a folder that holds one, or a run folder of unsoftmax-train.
-        out: the page.
+        out: the page; or, without the ending .html, a folder that gets it as report.html.
 
     Returns:
-        `out`.
+        the page.
 
     Raises:
-        ValueError: fewer than one path, or one that holds neither results nor a log.
+        ValueError: fewer than one path, one that holds neither results nor a log, or an `out` in no folder.
     """
     if not paths:
         raise ValueError("nothing to compare; name results.json files, folders that hold one, or run folders")
+    out = _page(Path(out))
     names = short_names([str(path) for path in paths])
     rows, logs = [], {}
     for name, path in zip(names, paths):
@@ -49,12 +50,20 @@ def compare(
     for line in table_lines(rows):
         say(line)
     page = write_report(
-        Path(out),
+        out,
         rows,
         run_plots(logs, colours=[row.name for row in rows]),
         title="Side by side: " + ", ".join(names),
     )
     say(f"page: {page}")
+    return page
+
+
+def _page(out: Path) -> Path:
+    page = out if out.suffix in (".html", ".htm") and not out.is_dir() else out / "report.html"
+    for folder in page.parents:
+        if folder.exists() and not folder.is_dir():
+            raise ValueError(f"--out {out}: {folder} is a file, not a folder; name another")
     return page
 
 

@@ -14,6 +14,7 @@ import gc
 import hashlib
 import json
 import logging
+import re
 import sys
 import time
 from collections import Counter
@@ -178,7 +179,15 @@ def _at_least_one(key: str, value: int | None) -> int | None:
 
 
 def _device(device: str | None) -> str:
-    return device or ("cuda" if torch.cuda.is_available() else "cpu")
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        return "cuda" if count else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"--device is {device!r}; it must be cpu, cuda or cuda:N, such as cpu")
+    if device != "cpu" and int(device.partition(":")[2] or 0) >= count:
+        there = f"GPUs 0 to {count - 1}" if count else "no GPU"
+        raise ValueError(f"--device is {device!r}, and torch can use {there} here; cpu works")
+    return device
 
 
 def _dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:

@@ -12,17 +12,20 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import unsoftmax
 from unsoftmax.eval.heldout import paired_lines
 
-PACKAGES = ("torch", "transformers", "lm_eval", "datasets")
+PACKAGES = ("transformers", "lm_eval", "datasets")
 IDENTITY = ("path", "hash", "parameters", "mixers", "seconds")
 
 
 def versions() -> dict[str, str]:
     """Versions of everything that a score depends on."""
     found = {"python": platform.python_version(), "unsoftmax": unsoftmax.__version__}
-    return {**found, **{name: importlib.metadata.version(name) for name in PACKAGES}}
+    others = {name: importlib.metadata.version(name) for name in PACKAGES}
+    return {**found, "torch": torch.__version__, **others}
 
 
 def assemble(

@@ -57,6 +57,12 @@ WRONG = {  # verb, its words, what the one message says
     "a source that is not there": ("convert-checkpoint", ["./none", "out", "--recipe", "demo"], "./none"),
     "an unknown suite": ("unsoftmax-eval", ["none", "--suite", "papre"], "paper"),
     "an unknown checkpoint to fetch": ("unsoftmax", ["fetch", "smollm", "out"], "Did you mean smollm2-135m?"),
+    "a device that torch does not know": (
+        "unsoftmax-eval",
+        ["none", "--device", "gpu"],
+        "--device is 'gpu'; it must be cpu, cuda or cuda:N, such as cpu",
+    ),
+    "a GPU that is not there": ("unsoftmax-eval", ["none", "--device", "cuda:99"], "--device is 'cuda:99'"),
     "nothing to compare": ("unsoftmax", ["compare", "none"], "none"),
     "no run to export": ("unsoftmax", ["export", "none", "out"], "none"),
 }

@@ -20,7 +20,7 @@ from unsoftmax.convert.load import load
 from unsoftmax.convert.model import CONVERTED_MODELS
 from unsoftmax.convert.source import SINGLE, open_source
 from unsoftmax.convert.start import TeacherLayers, start_layers
-from unsoftmax.convert.verify import verify_conversion, window_control
+from unsoftmax.convert.verify import sample_rows, verify_conversion, window_control
 from unsoftmax.convert.weights import plan_weights, skeleton
 from unsoftmax.kernels.gsa.layer import GatedSlotAttention
 from unsoftmax.kernels.mixer import Mixer
@@ -446,6 +446,46 @@ def test_a_run_that_is_still_writing_is_left_alone(recipe, said, tmp_path):
     with pytest.raises(ValueError, match="is converting to"):
         convert_checkpoint(folder, tmp_path / "out", recipe(RING), say=said.append)
     assert busy.exists()
+
+
+SIGNALLED = """
+import os, signal, sys
+from unsoftmax import cli
+from unsoftmax.convert import checkpoint
+begun = checkpoint.write_remote_code
+def stop(folder):
+    begun(folder)
+    assert any(folder.iterdir())
+    os.kill(os.getpid(), getattr(signal, sys.argv[1]))
+    signal.sigtimedwait([], 5)
+checkpoint.write_remote_code = stop
+sys.exit(cli.convert_checkpoint(sys.argv[2:]))
+"""
+
+
+@pytest.mark.parametrize("name, status", [("SIGTERM", 143), ("SIGHUP", 129), ("SIGINT", 130)])
+def test_a_signal_ends_the_work_and_nothing_stays_behind(text, tmp_path, name, status):
+    source = tiny_source(tmp_path / "s")
+    words = [str(source), str(tmp_path / "out"), "--recipe", "smollm2-135m-gsa", "--no-verify"]
+    for change in (
+        "mixer={name: gsa, num_slots: 16, sinks: 2}",
+        f"calibration.text={text}",
+        "calibration.tokens=1024",
+    ):
+        words += ["--set", change]
+    command = [sys.executable, "-c", SIGNALLED, name, *words]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == status, done.stderr
+    assert left_over(tmp_path) == [] and "Traceback" not in done.stderr
+
+
+def test_a_text_without_a_word_is_refused_by_its_key(recipe, said, tmp_path):
+    (tmp_path / "blank.txt").write_text(" ")
+    made = recipe({"name": "softmax"}, data={"held_out": str(tmp_path / "blank.txt")})
+    with pytest.raises(ValueError, match=r"data\.held_out: .*blank\.txt holds no document"):
+        convert_checkpoint(tiny_source(tmp_path / "s"), tmp_path / "out", made, say=said.append)
+    with pytest.raises(ValueError, match=r"blank\.txt holds no text to verify with"):
+        sample_rows(open_source(tmp_path / "s"), made)
 
 
 def test_a_tokenizer_with_more_tokens_than_embeddings_is_refused(recipe, said, tmp_path):

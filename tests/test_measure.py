@@ -82,6 +82,12 @@ def test_without_recall_tokens_the_record_says_null():
     m = summarise(torch.ones(1, 9), torch.arange(10)[None])
     assert math.isnan(m.recall_nll) and m.to_dict()["recall_nll"] is None
     assert m.to_dict()["standard_error"] is None
+    assert m.line() == "ppl 2.72"  # one row has no spread between rows
+
+
+def test_the_line_has_the_error_where_there_are_rows_to_tell_it():
+    m = summarise(torch.tensor([[1.0] * 9, [2.0] * 9]), torch.arange(20).view(2, 10))
+    assert m.line() == "ppl 4.48 ± 2.24"
 
 
 def test_the_loss_is_the_model_s_own_and_the_mode_is_left_as_it_was():

@@ -215,6 +215,17 @@ def test_a_log_whose_last_line_was_cut_is_read_up_to_there(tmp_path):
     assert [row["ppl"] for row in log.held_out] == [20.0]
 
 
+def test_a_folder_as_out_gets_the_page_in_it(tmp_path):
+    run = run_folder(tmp_path / "c", 23.5)
+    (tmp_path / "pages").mkdir()
+    for out in (tmp_path / "pages", tmp_path / "pages" / "new"):
+        page = compare([run], out=out, say=lambda line: None)
+        assert page == out / "report.html" and page.is_file()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(ValueError, match=r"--out .*page\.html: .*file is a file"):
+        compare([run], out=tmp_path / "file" / "page.html", say=lambda line: None)
+
+
 def test_a_path_with_nothing_to_compare_is_told(tmp_path):
     with pytest.raises(ValueError, match=r"holds neither results.json .* nor log.jsonl"):
         compare([tmp_path])

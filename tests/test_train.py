@@ -18,8 +18,8 @@ from train_worker import perform
 from unsoftmax import cli
 from unsoftmax.convert.load import load, tokenizer
 from unsoftmax.recipes.schema import parse_recipe
-from unsoftmax.train import checkpoint, engine, loop
-from unsoftmax.train.engine import Engine, Place, saved_weights
+from unsoftmax.train import checkpoint, engine, loop, progress
+from unsoftmax.train.engine import Engine, Place, StepResult, saved_weights
 from unsoftmax.train.export import export, exported_step
 from unsoftmax.train.objective import NextToken, summed_cross_entropy
 from unsoftmax.train.packing import IGNORE, Batch, Row, batches, collate
@@ -340,7 +340,19 @@ UNREADABLE = {
         {"sources": [{"text": "{here}/nul.txt"}], "held_out": "{here}/text.jsonl"},
         "NUL characters",
     ),
-    "too little held-out text": ({"held_out": "{here}/short.txt"}, "at least 32 are needed for one row"),
+    "too little held-out text": (
+        {"held_out": "{here}/short.txt"},
+        r"^data\.held_out: .*short\.txt: .*at least 32 are needed for one row",
+    ),
+    "held-out text that is not there": (
+        {"held_out": "{here}/gone.txt"},
+        r"^data\.held_out: .*gone\.txt does not exist",
+    ),
+    "held-out text without a word": ({"held_out": "{here}/blank.txt"}, r"^data\.held_out: .*no document"),
+    "a corpus that sets nothing aside": (
+        {"sources": [{"text": "{here}/one.txt"}]},
+        r"^data\.sources\[0\]\.text: .*one\.txt holds no document .* set aside for scoring",
+    ),
 }
 
 
@@ -348,6 +360,8 @@ UNREADABLE = {
 def test_a_run_whose_text_cannot_be_read_leaves_nothing_and_the_corrected_one_begins(here, alone, case):
     (here / "nul.txt").write_text("abc\0def")
     (here / "short.txt").write_text("abc")
+    (here / "blank.txt").write_text(" ")
+    (here / "one.txt").write_text("abc def " * 400)
     changes, message = UNREADABLE[case]
     recipe, run = tree(here, total_tokens=256, warmup_steps=0), here / f"failed {case}"
     bad = {
@@ -363,6 +377,24 @@ def test_a_run_whose_text_cannot_be_read_leaves_nothing_and_the_corrected_one_be
         loop.train(parse_recipe(bad), run, model=str(here / "start"))
     assert [p.name for p in run.iterdir()] == ["notes.txt"]
     assert loop.train(parse_recipe(recipe), run, model=str(here / "start")) == run / "export"
+
+
+def test_the_time_left_does_not_count_the_start_up(tmp_path, monkeypatch, capsys):
+    now = 0.0
+    monkeypatch.setattr(progress.time, "perf_counter", lambda: now)
+    device = torch.device("cpu")
+    lines = progress.Progress(tmp_path, total_steps=10, every=1, done=(0, 0), device=device, speaks=True)
+    for number, seconds in ((1, 100.0), (2, 1.0), (3, 3.0)):
+        now += seconds
+        lines.step(number, StepResult(2.0, 1.0, True, []), tokens=8, lr=1e-3, waited=0.0)
+    lines.close()
+    assert [line.split("   ")[-1] for line in capsys.readouterr().out.splitlines()] == [
+        "eta ?",
+        "eta 8s",
+        "eta 14s",
+    ]
+    logged = map(json.loads, (tmp_path / "log.jsonl").read_text().splitlines())
+    assert [row["seconds_left"] for row in logged] == [None, 8.0, 14.0]
 
 
 def test_a_run_goes_on_from_its_own_start_only(here, whole, alone):

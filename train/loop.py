@@ -15,7 +15,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from unsoftmax.convert.load import CONVERTED_TYPES, load, read_config, tokenizer
 from unsoftmax.convert.measure import measure, token_ids, token_rows
 from unsoftmax.recipes.schema import SOFTMAX, Recipe, accumulation, layer_mixers, total_steps
-from unsoftmax.recipes.text import documents
+from unsoftmax.recipes.text import check_text, documents
 from unsoftmax.train import checkpoint, engine
 from unsoftmax.train.checkpoint import Resumed
 from unsoftmax.train.engine import Engine, Place
@@ -315,7 +315,12 @@ def token_rows_of(recipe: Recipe, words: PreTrainedTokenizerBase) -> TokenRows:
 def _held_out_rows(recipe: Recipe, words: PreTrainedTokenizerBase) -> torch.Tensor:
     """The first train.eval_rows rows of held-out text."""
     d, rows = recipe.data, recipe.train.eval_rows
-    spec, field = d.held_out or d.sources[0].text, d.sources[0].text_field
-    texts = documents(spec, held_out=True if _set_aside(recipe) else None, text_field=field)
-    ids = token_ids(words, texts, limit=rows * d.context_tokens)
-    return token_rows(ids, d.context_tokens, rows)
+    key, spec = ("data.held_out", d.held_out) if d.held_out else ("data.sources[0].text", d.sources[0].text)
+    apart, field = True if _set_aside(recipe) else None, d.sources[0].text_field
+    check_text(key, spec, held_out=apart, text_field=field)
+    try:
+        texts = documents(spec, held_out=apart, text_field=field)
+        ids = token_ids(words, texts, limit=rows * d.context_tokens)
+        return token_rows(ids, d.context_tokens, rows)
+    except ValueError as error:
+        raise ValueError(f"{key}: {spec}: held-out text: {error}; name a longer one") from None

@@ -73,6 +73,7 @@ class Progress:
         )
         self.tokens = done[1]
         self._rates: list[tuple[int, float, float]] = []  # tokens, seconds and waited seconds of late steps
+        self._steps = 0  # of this process
         self._mark = time.perf_counter()
         if speaks:
             from torch.utils.tensorboard import SummaryWriter
@@ -88,10 +89,13 @@ class Progress:
     def step(self, number: int, result: StepResult, *, tokens: int, lr: float, waited: float) -> None:
         """Report optimizer step `number` (counted from 1), which took everything since the last call."""
         now = time.perf_counter()
+        self._steps += 1
+        if self._steps == 2:
+            self._rates = []  # the first one also compiled kernels and filled buffers
         self._rates = [*self._rates[-49:], (tokens, now - self._mark, waited)]
         self._mark = now
         self.tokens += tokens
-        seconds = sum(r[1] for r in self._rates)
+        seconds, left = sum(r[1] for r in self._rates), self.total_steps - number
         row = {
             "step": number,
             "tokens": self.tokens,
@@ -102,7 +106,7 @@ class Progress:
             "tokens_per_second": sum(r[0] for r in self._rates) / seconds,
             "wait": sum(r[2] for r in self._rates) / seconds,
             "peak_bytes": peak_bytes(self.device),
-            "seconds_left": seconds / len(self._rates) * (self.total_steps - number),
+            "seconds_left": seconds / len(self._rates) * left if self._steps > 1 or not left else None,
         }
         self._write("train", row)
         if number % self.every == 0 or number == self.total_steps or not result.applied:
@@ -145,7 +149,7 @@ def step_line(row: dict[str, Any], total_steps: int) -> str:
         f"{short(row['tokens_per_second'])} tok/s",
         f"wait {row['wait']:.0%}",
         f"{row['peak_bytes'] / 2**30:.1f} GiB",
-        f"eta {span(row['seconds_left'])}",
+        "eta ?" if row["seconds_left"] is None else f"eta {span(row['seconds_left'])}",
     ]
     return "   ".join(parts if row["applied"] else [*parts, "SKIPPED"])
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dis
+import signal
 import sys
+import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import FrameType
 
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 STATUS = "Exit status: 0 done; 1 the run failed; 2 the input is wrong, and the message says what would work."
@@ -163,7 +167,9 @@ def _compare(verbs: argparse._SubParsersAction) -> None:
         verbs, "compare", "results and runs side by side", "Prints one table and writes a page with curves."
     )
     p.add_argument("paths", metavar="PATH", nargs="+", help="a results.json, its folder, or a run's folder")
-    p.add_argument("--out", metavar="FILE", type=Path, default=Path("compare.html"), help="the page")
+    p.add_argument(
+        "--out", metavar="FILE", type=Path, default=Path("compare.html"), help="the page, or its folder"
+    )
 
     def run(a: argparse.Namespace) -> None:
         from unsoftmax.eval.compare import compare
@@ -238,7 +244,10 @@ def _run(
     arguments = parser.parse_args(argv)
     _show_lines_at_once()
     try:
-        verb(arguments)
+        with _cleaning_up():
+            verb(arguments)
+    except _Ended as end:
+        return 128 + end.signal
     except KeyboardInterrupt:
         return INTERRUPTED
     except ValueError as error:
@@ -250,6 +259,34 @@ def _run(
         print(f"{parser.prog}: {error or type(error).__name__}", file=sys.stderr)
         return FAILED
     return DONE
+
+
+class _Ended(BaseException):
+    """A signal asks for the end."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.signal = number
+
+
+@contextlib.contextmanager
+def _cleaning_up() -> Iterator[None]:
+    """SIGTERM and SIGHUP unwind what runs, as Ctrl-C does, so that it takes away what is half-written."""
+    mine = []
+    if threading.current_thread() is threading.main_thread():
+        both = (signal.SIGTERM, signal.SIGHUP)
+        mine = [s for s in both if signal.getsignal(s) is signal.SIG_DFL]  # nohup ignores one: so be it
+
+    def end(number: int, frame: FrameType | None) -> None:
+        raise _Ended(number)
+
+    for each in mine:
+        signal.signal(each, end)
+    try:
+        yield
+    finally:
+        for each in mine:
+            signal.signal(each, signal.SIG_DFL)
 
 
 def _show_lines_at_once() -> None:
