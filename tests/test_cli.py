@@ -6,6 +6,7 @@ import sys
 import pytest
 import torch
 
+import unsoftmax
 from tiny import tiny_source
 from unsoftmax import cli
 
@@ -24,6 +25,13 @@ def test_help_says_what_the_verb_does_and_its_exit_status(name, capsys):
     said = capsys.readouterr().out
     assert end.value.code == 0
     assert said.startswith(f"usage: {name} ") and "Exit status: 0 done; 1 the run failed; 2" in said
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_every_command_says_its_version(name, capsys):
+    with pytest.raises(SystemExit) as end:
+        VERBS[name](["--version"])
+    assert end.value.code == 0 and capsys.readouterr().out == f"{name} {unsoftmax.__version__}\n"
 
 
 @pytest.mark.parametrize("verb", ["fetch", "demo", "compare", "export", "doctor"])

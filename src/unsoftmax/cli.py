@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
+from unsoftmax import __version__
+
 DONE, FAILED, WRONG_INPUT, INTERRUPTED = 0, 1, 2, 130
 STATUS = "Exit status: 0 done; 1 the run failed; 2 the input is wrong, and the message says what would work."
 RECIPE = "a recipe's file, or the name of one we ship, such as smollm2-135m-gsa"
@@ -78,7 +80,8 @@ def train(argv: list[str] | None = None) -> int:
 
         train_run(recipe, a.run, model=a.model, resume=a.resume, stop_after=a.stop_after)
 
-    return _run(p, argv, run)
+    # A rank that unwinds may wait for others that are gone; what a kill leaves, the next start puts right.
+    return _run(p, argv, run, unwinds=False)
 
 
 def evaluate(argv: list[str] | None = None) -> int:
@@ -217,13 +220,15 @@ def _doctor(verbs: argparse._SubParsersAction) -> None:
 
 
 def _parser(prog: str, what: str, after: str) -> argparse.ArgumentParser:
-    return argparse.ArgumentParser(
+    p = argparse.ArgumentParser(
         prog=prog,
         description=what,
         epilog=f"{after}\n{STATUS}".strip(),
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
+    p.add_argument("--version", action="version", version=f"{prog} {__version__}")
+    return p
 
 
 def _verb(verbs: argparse._SubParsersAction, name: str, what: str, after: str) -> argparse.ArgumentParser:
@@ -238,13 +243,16 @@ def _verb(verbs: argparse._SubParsersAction, name: str, what: str, after: str) -
 
 
 def _run(
-    parser: argparse.ArgumentParser, argv: list[str] | None, verb: Callable[[argparse.Namespace], None]
+    parser: argparse.ArgumentParser,
+    argv: list[str] | None,
+    verb: Callable[[argparse.Namespace], None],
+    unwinds: bool = True,
 ) -> int:
     """Parse, run, and turn what happened into an exit status and at most one message."""
     arguments = parser.parse_args(argv)
     _show_lines_at_once()
     try:
-        with _cleaning_up():
+        with _cleaning_up() if unwinds else contextlib.nullcontext():
             verb(arguments)
     except _Ended as end:
         return 128 + end.signal
