@@ -11,6 +11,7 @@ The short table comes last; DIR/onehot.json has everything. Milliseconds are med
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import triton
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from unsoftmax.kernels.gsa import triton_onehot
 from unsoftmax.kernels.gsa.onehot import slot_attention
 from unsoftmax.kernels.gsa.onehot_reference import SlotState
 from unsoftmax.kernels.gsa.triton_onehot import Blocks, blocks_for, slot_attention_triton
@@ -50,31 +52,33 @@ QUICK = [  # one-hot writes at Mistral's head shape: the kernels that are timed
     (1, 500, 8, 2, 128, 128, 64, 2, True, True, (0, 1, 1, 63, 64, 65, 0, 306)),
 ]
 MISTRAL = (32, 8, 128)
+SHIPPED = blocks_for(128, 128, 4, torch.bfloat16)
 LAYOUTS = [(16, 2048), (4, 8192), (1, 32768)]
-FORWARD = [  # chunk, rows, warps, stages
-    *((64, 128, 8, s) for s in (1, 2, 3)),
-    *((64, 64, 4, s) for s in (1, 2, 3)),
-    *((128, 128, 8, 2), (128, 64, 4, 2), (64, 256, 16, 1), (64, 32, 4, 2), (64, 128, 4, 2)),
+FORWARD = [  # tokens, heads, warps, stages
+    *((64, 1, 4, s) for s in (1, 2)),
+    *((64, 2, 4, s) for s in (1, 2)),
+    *((64, 4, 4, s) for s in (1, 2, 3)),
+    *((64, 4, 8, s) for s in (1, 2, 3)),
 ]
-DQ = [*((64, 128, 8, s) for s in (1, 2)), *((64, 64, 4, s) for s in (1, 2)), (64, 64, 8, 2), (64, 32, 4, 2)]
-DKV = [
-    *((64, 64, 8, s) for s in (1, 2, 3)),
-    *((64, 64, 4, 2), (64, 128, 8, 1), (64, 128, 8, 2), (64, 32, 4, 2), (64, 32, 8, 2)),
-]
+DQ = [(64, 1, 4, 1), (64, 1, 4, 2), (64, 2, 4, 1), *((64, 4, w, s) for w in (4, 8) for s in (1, 2))]
+DKV = [(32, 4, 1), (32, 4, 2), (32, 4, 3), (64, 4, 3), (64, 8, 3), (16, 4, 2)]  # queries, warps, stages
+REST = {"narrow parts": {"wide_parts": 0}, "ahead 8": {"ahead": 8}, "ahead 4": {"ahead": 4}}
 
 
 def writes(B, T, H, M, W, seed=0):
-    """Slots like the layer's: sinks, a ring, and with W = 2 a memory ring that takes a token in 8."""
+    """Slots like the layer's: sinks, a ring, and a memory ring for 1 token in 8 (W = 1: instead)."""
     generator = torch.Generator("cuda").manual_seed(seed)
     t = torch.arange(T, device="cuda")
-    memory = (M - 4) // 2 if W == 2 and M > 8 else 0
+    memory = (M - 4) // 2 if M > 8 else 0
     sinks = min(4, M - 1)
     ring = M - sinks - memory
-    first = torch.where(t < sinks, t, sinks + (t - sinks) % ring).view(1, T, 1).expand(B, T, H)
+    chosen = torch.rand(B, T, H, device="cuda", generator=generator) < (0.125 if memory else 0.0)
+    chosen &= (t >= sinks).view(1, T, 1)
+    turn = ((t >= sinks).view(1, T, 1) & ((W == 2) | ~chosen)).cumsum(1) - 1
+    first = torch.where((t < sinks).view(1, T, 1), t.view(1, T, 1), sinks + turn % ring)
+    second = sinks + ring + (chosen.cumsum(1) - 1) % max(memory, 1)
     if W == 1:
-        return first.unsqueeze(-1)
-    chosen = torch.rand(B, T, H, device="cuda", generator=generator) < 0.125
-    second = sinks + ring + (chosen.cumsum(1) - 1) % memory if memory else torch.zeros_like(first)
+        return torch.where(chosen, second, first).unsqueeze(-1)
     return torch.stack((first, torch.where(chosen, second, -1)), -1)
 
 
@@ -223,9 +227,9 @@ def bench(run, rep=60) -> float:
     return triton.testing.do_bench(run, warmup=20, rep=rep, return_mode="median")
 
 
-def step_of(B, T, HQ, H, D, M, blocks=None, dtype=torch.bfloat16):
+def step_of(B, T, HQ, H, D, M, blocks=None, W=1):
     """Forward, and forward + backward, at one shape, as functions."""
-    q, k, v, write, bias = inputs(B, T, HQ, H, D, D, M, 2, dtype)
+    q, k, v, write, bias = inputs(B, T, HQ, H, D, D, M, W, torch.bfloat16)
     leaves = [x.requires_grad_() for x in (q, k, v, bias)]
     do = torch.randn_like(q)
 
@@ -238,53 +242,50 @@ def step_of(B, T, HQ, H, D, M, blocks=None, dtype=torch.bfloat16):
     return forward, step
 
 
-def as_blocks(kind: str, cut: tuple[int, ...], best: Blocks) -> Blocks:
-    chunk, rows, warps, stages = cut
-    if kind == "forward":
-        return best._replace(chunk=chunk, rows=rows, read_warps=warps, read_stages=stages)
-    if kind == "dq":
-        return best._replace(rows=rows, dq_warps=warps, dq_stages=stages)
-    return best._replace(dkv_rows=rows, dkv_warps=warps, dkv_stages=stages)
+def as_blocks(kind: str, cut: tuple[int, ...]) -> Blocks:
+    names = ("rows", "warps", "stages") if kind == "dkv" else ("rows", "heads", "warps", "stages")
+    return SHIPPED._replace(**{f"{kind}_{name}": x for name, x in zip(names, cut)})
 
 
 def variants(result: dict) -> None:
-    shipped = blocks_for(128, 128, 4, torch.bfloat16)
-    for kind, cuts in (("forward", FORWARD), ("dq", DQ), ("dkv", DKV)):
+    for kind, cuts in (("read", FORWARD), ("dq", DQ), ("dkv", DKV)):
+        tried = {str(cut): as_blocks(kind, cut) for cut in cuts}
+        if kind == "dkv":
+            tried |= {name: SHIPPED._replace(**change) for name, change in REST.items()}
         times = {}
-        for cut in cuts:
-            forward, step = step_of(1, 32768, *MISTRAL, 64, as_blocks(kind, cut, shipped))
+        for name, blocks in tried.items():
+            forward, step = step_of(1, 32768, *MISTRAL, 64, blocks)
             try:
-                if kind == "forward":
-                    with torch.no_grad():
-                        times[str(cut)] = bench(forward)
-                else:
-                    times[str(cut)] = bench(step)
+                with torch.set_grad_enabled(kind != "read"):
+                    times[name] = bench(forward if kind == "read" else step)
             except Exception as error:
-                print(f"{kind} {cut}: {type(error).__name__} {str(error)[:200]}", flush=True)
-        for name, blocks in (
-            ("narrow parts", shipped._replace(wide_parts=0)),
-            ("chunk 128", shipped._replace(chunk=128)),
-        ):
-            if kind == "dkv":
-                times[name] = bench(step_of(1, 32768, *MISTRAL, 64, blocks)[1])
+                print(f"{kind} {name}: {type(error).__name__} {str(error)[:200]}", flush=True)
         print(f"{kind}: " + "  ".join(f"{c} {t:.3f}" for c, t in times.items()), flush=True)
         result[f"variants {kind}"] = times
 
 
-def profile(result: dict) -> None:
-    """Where one step at 1 x 32k spends its time."""
-    _, step = step_of(1, 32768, *MISTRAL, 64)
-    for _ in range(3):
-        step()
+def profile(result: dict, W: int) -> None:
+    """Where one step at 1 x 32k spends its time, and how long Python takes to launch it."""
+    forward, step = step_of(1, 32768, *MISTRAL, 64, W=W)
+    for name, run, grad in (("forward", forward, False), ("step", step, True)):
+        with torch.set_grad_enabled(grad):
+            times = []
+            for _ in range(20):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                run()
+                times.append(1e3 * (time.perf_counter() - start))
+        result[f"host {name} W {W}, ms"] = sorted(times)[10]
+        print(f"host, {name}: {sorted(times)[10]:.3f} ms (worst {max(times):.3f})", flush=True)
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         for _ in range(5):
             step()
         torch.cuda.synchronize()
     rows = {e.key[:60]: (e.self_device_time_total / 5e3, e.count // 5) for e in seen.key_averages()}
-    result["kernels"] = rows
+    result[f"kernels W {W}"] = rows
     for name, (ms, count) in sorted(rows.items(), key=lambda x: -x[1][0])[:12]:
-        print(f"  {name:60s} {ms:7.3f} ms  x{count}", flush=True)
+        print(f"  W {W} {name:60s} {ms:7.3f} ms  x{count}", flush=True)
 
 
 def row(result: dict, name: str, forward, step) -> None:
@@ -306,8 +307,8 @@ def row(result: dict, name: str, forward, step) -> None:
 
 
 def operations(result: dict, quick: bool) -> None:
-    for B, T in LAYOUTS:
-        row(result, f"slots 64, {B}x{T}", *step_of(B, T, *MISTRAL, 64))
+    for W, (B, T) in itertools.product((1, 2), LAYOUTS):
+        row(result, f"slots 64, {W} writes, {B}x{T}", *step_of(B, T, *MISTRAL, 64, W=W))
     for M in () if quick else (128, 256):
         row(result, f"slots {M}, 1x32768", *step_of(1, 32768, *MISTRAL, M))
     row(result, "slots 64, 1x131072", *step_of(1, 131072, *MISTRAL, 64))
@@ -332,7 +333,9 @@ def operations(result: dict, quick: bool) -> None:
 @torch.no_grad()
 def decoding(result: dict) -> None:
     """One step under a CUDA graph, in microseconds."""
-    for B in (1, 8, 64):
+    shipped = triton_onehot.STEP_WARPS
+    for B, warps in itertools.product((1, 8, 64), (4, 8)):
+        triton_onehot.STEP_WARPS = warps
         tensors = inputs(B, 1, *MISTRAL[:2], 128, 128, 64, 2, torch.bfloat16)
         _, state = slot_attention(
             *inputs(B, 128, *MISTRAL[:2], 128, 128, 64, 2, torch.bfloat16), num_slots=64
@@ -343,38 +346,35 @@ def decoding(result: dict) -> None:
         with torch.cuda.graph(graph):
             for _ in range(20):
                 _, state = slot_attention(*tensors, num_slots=64, state=state)
-        result[f"decode B {B}, us"] = 1e3 * bench(graph.replay) / 20
-        print(f"decode B {B}: {result[f'decode B {B}, us']:.1f} us", flush=True)
+        result[f"decode B {B}, {warps} warps, us"] = took = 1e3 * bench(graph.replay) / 20
+        print(f"decode B {B}, {warps} warps: {took:.1f} us", flush=True)
+    triton_onehot.STEP_WARPS = shipped
 
 
 def jobs(quick: bool, tiles: bool) -> list[tuple]:
-    kinds = (("forward", FORWARD), ("dq", DQ), ("dkv", DKV)) if tiles else ()
-    found = [("tiles", kind, cut) for kind, cuts in kinds for cut in cuts]
+    """A call, and its arguments, of everything that is to be compiled."""
+    kinds = (("read", FORWARD), ("dq", DQ), ("dkv", DKV)) if tiles else ()
+    found = [(small, kind, as_blocks(kind, cut)) for kind, cuts in kinds for cut in cuts]
+    found += [(small, "rest", SHIPPED._replace(**change)) for change in REST.values() if tiles]
     if quick:
-        return [*found, *(("case", case, torch.bfloat16) for case in QUICK), ("whole", MISTRAL, 64)]
-    found += [("case", case, dtype) for case in CASES if case[0] < 100 for dtype in CAPS]
-    found += [("whole", shape, M) for shape in (MISTRAL, (9, 3, 64)) for M in (64, 128, 256)]
-    return found
+        found += [(check, case, torch.bfloat16) for case in QUICK]
+        return [*found, (small, "whole", None, 1), (small, "whole", None, 2), (decoding, {})]
+    found += [(check, case, dtype) for case in CASES if case[0] < 100 for dtype in CAPS]
+    shapes = [(shape, M) for shape in (MISTRAL, (9, 3, 64)) for M in (64, 128, 256)]
+    return [*found, *((small, "whole", None, W, *s) for s in shapes for W in (1, 2)), (decoding, {})]
+
+
+def small(kind: str, blocks: Blocks | None, W: int = 1, shape=MISTRAL, M: int = 64) -> None:
+    forward, step = step_of(1, 1024, *shape, M, blocks, W)
+    with torch.set_grad_enabled(kind != "read"):
+        (forward if kind == "read" else step)()
 
 
 def warm(part: int, parts: int, quick: bool, tiles: bool) -> None:
     """Compiles this process's share of everything, by running it small."""
-    shipped = blocks_for(128, 128, 4, torch.bfloat16)
-    for kind, a, b in jobs(quick, tiles)[part::parts]:
+    for job, *arguments in jobs(quick, tiles)[part::parts]:
         try:
-            if kind == "case":
-                check(a, b)
-            elif kind == "tiles":
-                step_of(1, 1024, *MISTRAL, 64, as_blocks(a, b, shipped))[1]()
-            else:
-                step_of(1, 1024, *a, b)[1]()
-                step_of(
-                    1,
-                    1024,
-                    *a,
-                    b,
-                    blocks_for(a[2], a[2], a[0] // a[1], torch.bfloat16)._replace(wide_parts=0),
-                )[1]()
+            job(*arguments)
         except Exception:
             continue  # the main process meets it again and says so
 
@@ -403,10 +403,15 @@ def main() -> None:
     print(f"checked after {time.perf_counter() - start:.0f} s", flush=True)
     if not arguments.no_variants:
         variants(result)
-    parts = (profile, decoding, lambda found: operations(found, arguments.quick))
-    for part in parts:
+    parts = (
+        (profile, 1),
+        (profile, 2),
+        (decoding,),
+        (operations, arguments.quick),
+    )
+    for part, *more in parts:
         try:
-            part(result)
+            part(result, *more)
         except Exception as error:
             print(f"{type(error).__name__}: {str(error)[:300]}", flush=True)
     print(f"total {time.perf_counter() - start:.0f} s")

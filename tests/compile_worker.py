@@ -51,19 +51,20 @@ def onehot() -> Iterator[Job]:
             "BE": D,
             "C": b.chunk,
         }
-        fixed |= {"BIAS": True, "STATE": False, "PACKED": False, "END": False, "SIZE": 2 * D, "STAGES": 4}
-        reads = {"BR": b.rows, "BN": b.keys, "RB": -(-b.chunk * G // b.rows), "NS": -(-M // b.keys)}
+        fixed |= {"BIAS": True, "STATE": False, "PACKED": False, "END": False, "SIZE": 2 * D}
+        reads = {"BN": b.keys, "NS": -(-M // b.keys)}
+        read, dq = ({"BR": rows, "HB": heads} | reads for rows, heads in (b[2:4], b[6:8]))
         sums = {"BR": b.dkv_rows, "BN": b.keys, "KB": 1}
         kernels = {
             "_lives": (ops._lives, {"BM": M}, 4, 3),
             "_owners": (ops._owners, {"BT": ops.SCAN, "BM": 16}, 4, 3),
             "_take": (ops._take, {"BM": 16}, 4, 3),
-            "_read": (ops._read, reads, b.read_warps, b.read_stages),
-            "_dq": (ops._dq, reads, b.dq_warps, b.dq_stages),
+            "_read": (ops._read, read, b.read_warps, b.read_stages),
+            "_dq": (ops._dq, dq, b.dq_warps, b.dq_stages),
             "_dkv slots": (ops._dkv, sums | {"OWN": False}, b.dkv_warps, b.dkv_stages),
             "_dkv own": (ops._dkv, sums | {"OWN": True}, b.dkv_warps, b.dkv_stages),
-            "_after": (ops._after, {"BX": ops.ELEMENTS}, 4, 3),
-            "_step": (ops._step, {"BM": M}, 8, 3),
+            "_after": (ops._after, {"BX": ops.ELEMENTS, "U": b.ahead}, 1, 3),
+            "_step": (ops._step, {"BM": b.keys, "BG": 16, "NS": -(-M // b.keys)}, ops.STEP_WARPS, 1),
         }
         for name, (kernel, more, warps, stages) in kernels.items():
             options = {"num_warps": warps, "num_stages": stages}

@@ -24,8 +24,8 @@ sum has one order.
     _lives      tiles                     write                     last, until, dies
     _owners     rows H x slots            last                      running maxima: owner, slot_bias, end_copy
     _take       documents H               end_copy, k, v            final slots
-    _read       tiles x rows of queries   q, k, v                   o, lse
-    _dq         tiles x rows of queries   q, k, v, o, do, lse       dq, delta
+    _read       tiles x tokens x heads    q, k, v                   o, lse
+    _dq         tiles x tokens x heads    q, k, v, o, do, lse       dq, delta
     _dkv slots  tiles x slots             q, k, v, do, lse, delta   part
     _after      rows H x elements         part, last                after (in place), slots' gradients
     _dkv own    tiles                     as slots, after           dk, dv, dbias
@@ -48,7 +48,8 @@ from unsoftmax.kernels.gsa.onehot_reference import SlotState
 
 OPS = re.sub(r"\W", "_", __name__)  # a copy in a checkpoint's folder registers its own
 SCAN = 32  # tiles of one step of the running maximum
-ELEMENTS = 512  # of the buffer, in each program of the reverse pass
+ELEMENTS = 128  # of the buffer, in each program of the reverse pass, a warp
+STEP_WARPS = 4
 
 
 class Blocks(NamedTuple):
@@ -56,14 +57,18 @@ class Blocks(NamedTuple):
 
     chunk: int = 64
     keys: int = 64  # in a tile of scores; divides chunk
-    rows: int = 128  # of queries, in _read and _dq
-    read_warps: int = 8
+    read_rows: int = 64  # tokens of a program of _read; divides chunk
+    read_heads: int = 1  # of the group, one after another in a program; divides G
+    read_warps: int = 4
     read_stages: int = 2
-    dq_warps: int = 8
+    dq_rows: int = 64  # the same of _dq
+    dq_heads: int = 1
+    dq_warps: int = 4
     dq_stages: int = 2
-    dkv_rows: int = 64
-    dkv_warps: int = 8
+    dkv_rows: int = 32  # queries, token * G + head, of a step of _dkv
+    dkv_warps: int = 4
     dkv_stages: int = 2
+    ahead: int = 16  # tiles that the reverse pass loads at once
     wide_parts: int = 1  # 1: the buffer is float32; 0: of the operands' dtype
 
 
@@ -71,12 +76,11 @@ def blocks_for(D: int, E: int, G: int, dtype: torch.dtype) -> Blocks:
     """What is shipped for head sizes D and E, G queries a key head."""
     size = max(D, E)
     if dtype == torch.float32:
-        keys = 16 if size > 128 else 32
-        return Blocks(64, keys, 32, 4, 1, 4, 1, 32, 4, 1)
+        return Blocks(64, 16 if size > 128 else 32, 32, 1, 4, 1, 32, 1, 4, 1, 32, 4, 1)
     if size > 128:
-        return Blocks(64, 32, 64, 4, 1, 4, 1, 32, 4, 1)
-    rows = 128 if G > 1 else 64
-    return Blocks(rows=rows, read_warps=rows // 16, dq_warps=rows // 16)
+        return Blocks(64, 32, 64, 1, 4, 1, 64, 1, 4, 1, 32, 4, 1)
+    heads = max(n for n in range(1, 9) if G % n == 0)
+    return Blocks(read_heads=heads, dq_heads=heads)
 
 
 @triton.jit
@@ -288,6 +292,38 @@ def _slot_keys(
 
 
 @triton.jit
+def _own_weights(i, j, lo, hi, both, one, W: tl.constexpr):
+    """L of token j of the chunk, for token i."""
+    weight = one
+    if W == 2:
+        weight = tl.where(i < lo, both, one)
+    return tl.where((i >= j) & (i < hi), weight, float("-inf"))
+
+
+@triton.jit
+def _own_block(
+    k, v, bias, dies, tile, start, h, count, i, j, d, e,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, BIAS: tl.constexpr,
+):  # fmt: skip
+    """k, v and L [tokens i, tokens j] of the chunk."""
+    y, z, lo, hi, both, one = _own_keys(k, v, bias, dies, tile, start, h, count, j, d, e, H, W, D, E, C, BIAS)
+    i, j = i[:, None], j[None, :]
+    return y, z, _own_weights(i, j, lo[None, :], hi[None, :], both[None, :], one[None, :], W)
+
+
+@triton.jit
+def _slot_block(
+    k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, i, m, d, e, M,
+    H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STATE: tl.constexpr,
+):  # fmt: skip
+    """k, v of slots m's owners and L [tokens i, slots m]."""
+    y, z, hi, weight = _slot_keys(
+        k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, m, d, e, M, H, W, D, E, STATE
+    )  # fmt: skip
+    return y, z, tl.where(i[:, None] < hi[None, :], weight[None, :], float("-inf"))
+
+
+@triton.jit
 def _soften(s, z, top, total, acc):
     """One step of a running softmax: scores s [rows, keys], values z [keys, E]."""
     higher = tl.maximum(top, tl.max(s, axis=1))
@@ -299,71 +335,96 @@ def _soften(s, z, top, total, acc):
 
 
 @triton.jit
+def _soften_two(s, z, s2, z2):
+    """_soften of two blocks of keys at once, from nothing."""
+    top = tl.maximum(tl.max(s, axis=1), tl.max(s2, axis=1))
+    safe = tl.where(top == float("-inf"), 0.0, top)
+    p, p2 = tl.exp2(s - safe[:, None]), tl.exp2(s2 - safe[:, None])
+    acc = tl.dot(p.to(z.dtype), z, input_precision="ieee")
+    acc = tl.dot(p2.to(z.dtype), z2, acc, input_precision="ieee")
+    return top, tl.sum(p, axis=1) + tl.sum(p2, axis=1), acc
+
+
+@triton.jit
+def _place(table, n, T, H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, BR: tl.constexpr,
+           HB: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+    """Of a program of _read or _dq: key head, tile, first token of the row and of the tile, tokens of the
+    tile, its document, and where the program's tokens and heads begin in tile and group.
+    """
+    part, SPLIT = tl.program_id(0), (C // BR) * (G // HB)
+    t, bh = (part // SPLIT) % n, part // (SPLIT * n)
+    b = bh // H
+    begin, count, _, doc = _tile(table, t, b, T, C, PACKED)
+    line = b.to(tl.int64) * T
+    g0, i0 = part % (G // HB) * HB, (part // (G // HB)) % (C // BR) * BR
+    return bh % H, bh.to(tl.int64) * n + t, line, line + begin, count, doc, i0, g0
+
+
+@triton.jit
 def _read(
     q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies, o, lse, scale, T, n, M,
     H: tl.constexpr, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-    RB: tl.constexpr, NS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, HB: tl.constexpr,
+    BN: tl.constexpr, NS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid [B H n RB]: BR of the tile's C G queries against its tokens, then its owners, BN keys a step."""
-    pid = tl.program_id(0)
-    rb, t, bh = pid % RB, (pid // RB) % n, pid // (RB * n)
-    b, h = bh // H, bh % H
-    begin, count, _, doc = _tile(table, t, b, T, C, PACKED)
-    tile, line = bh.to(tl.int64) * n + t, b.to(tl.int64) * T
+    """Grid [B H n (C / BR) (G / HB)]: BR of the tile's tokens, HB heads one after another.
+
+    A tile of queries [BR, D] of a head sees the chunk's tokens, then its owners, BN keys a step. Where a step
+    is all there is of both, their keys, values and L are made once and serve every head.
+    """
+    h, tile, line, start, count, doc, i0, g0 = _place(table, n, T, H, G, C, BR, HB, PACKED)
     held = (doc.to(tl.int64) * H + h) * M
-    r = rb * BR + tl.arange(0, BR)
-    i, real = r // G, r < count * G
+    i = i0 + tl.arange(0, BR)
     d, e = tl.arange(0, BD), tl.arange(0, BE)
-    rows = (line + begin + i) * (H * G) + h * G + r % G
-    x = tl.load(q + rows[:, None] * D + d[None, :], mask=real[:, None] & (d < D)[None, :], other=0.0)
     factor = scale * 1.4426950408889634
-    top = tl.full((BR,), float("-inf"), tl.float32)
-    total = tl.zeros((BR,), tl.float32)
-    acc = tl.zeros((BR, BE), tl.float32)
-    for j0 in range(0, C, BN):
-        j = j0 + tl.arange(0, BN)
-        y, z, lo, hi, both, one = _own_keys(
-            k, v, bias, dies, tile, line + begin, h, count, j, d, e, H, W, D, E, C, BIAS
-        )
-        s = tl.dot(x, tl.trans(y), input_precision="ieee") * factor
-        s += tl.where(i[:, None] < lo[None, :], both[None, :], one[None, :])
-        s = tl.where((i[:, None] >= j[None, :]) & (i[:, None] < hi[None, :]), s, float("-inf"))
-        top, total, acc = _soften(s, z, top, total, acc)
-    for m0 in range(0, NS * BN, BN):
-        m = m0 + tl.arange(0, BN)
-        y, z, hi, weight = _slot_keys(
-            k,
-            v,
-            state_k,
-            state_v,
-            owner,
-            slot_bias,
-            until,
-            tile,
-            line,
-            held,
-            h,
-            m,
-            d,
-            e,
-            M,
-            H,
-            W,
-            D,
-            E,
-            STATE,
-        )
-        s = tl.dot(x, tl.trans(y), input_precision="ieee") * factor + weight[None, :]
-        s = tl.where(i[:, None] < hi[None, :], s, float("-inf"))
-        top, total, acc = _soften(s, z, top, total, acc)
-    some = total > 0
-    total = tl.where(some, total, 1.0)
-    acc = acc / total[:, None]
-    tl.store(
-        o + rows[:, None] * E + e[None, :], acc.to(o.dtype.element_ty), mask=real[:, None] & (e < E)[None, :]
-    )
-    tl.store(lse + rows, tl.where(some, top + tl.log2(total), float("inf")), mask=real)
+    ONCE: tl.constexpr = C == BN and NS == 1
+    if ONCE:
+        y, z, L = _own_block(
+            k, v, bias, dies, tile, start, h, count, i, tl.arange(0, BN), d, e, H, W, D, E, C, BIAS
+        )  # fmt: skip
+        y2, z2, L2 = _slot_block(
+            k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, i, tl.arange(0, BN), d, e,
+            M, H, W, D, E, STATE,
+        )  # fmt: skip
+    for g in range(HB):
+        rows = (start + i) * (H * G) + h * G + g0 + g
+        in_d, in_e = (i < count)[:, None] & (d < D)[None, :], (i < count)[:, None] & (e < E)[None, :]
+        x = tl.load(q + rows[:, None] * D + d[None, :], mask=in_d, other=0.0)
+        if ONCE:
+            s = tl.dot(x, tl.trans(y), input_precision="ieee") * factor + L
+            s2 = tl.dot(x, tl.trans(y2), input_precision="ieee") * factor + L2
+            top, total, acc = _soften_two(s, z, s2, z2)
+        else:
+            top = tl.full((BR,), float("-inf"), tl.float32)
+            total = tl.zeros((BR,), tl.float32)
+            acc = tl.zeros((BR, BE), tl.float32)
+            for j0 in range(0, C, BN):
+                y, z, L = _own_block(
+                    k, v, bias, dies, tile, start, h, count, i, j0 + tl.arange(0, BN), d, e,
+                    H, W, D, E, C, BIAS,
+                )  # fmt: skip
+                s = tl.dot(x, tl.trans(y), input_precision="ieee") * factor + L
+                top, total, acc = _soften(s, z, top, total, acc)
+            for m0 in range(0, NS * BN, BN):
+                y, z, L = _slot_block(
+                    k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, i,
+                    m0 + tl.arange(0, BN), d, e, M, H, W, D, E, STATE,
+                )  # fmt: skip
+                s = tl.dot(x, tl.trans(y), input_precision="ieee") * factor + L
+                top, total, acc = _soften(s, z, top, total, acc)
+        some = total > 0
+        total = tl.where(some, total, 1.0)
+        acc = acc / total[:, None]
+        tl.store(o + rows[:, None] * E + e[None, :], acc.to(o.dtype.element_ty), mask=in_e)
+        tl.store(lse + rows, tl.where(some, top + tl.log2(total), float("inf")), mask=i < count)
+
+
+@triton.jit
+def _dscores(x, g, y, z, L, norm, dot, factor):
+    """dS [queries, keys] in y's dtype."""
+    s = tl.dot(x, tl.trans(y), input_precision="ieee") * factor + L
+    dp = tl.dot(g, tl.trans(z), input_precision="ieee") - dot[:, None]
+    return (tl.exp2(s - norm[:, None]) * dp).to(y.dtype)
 
 
 @triton.jit
@@ -371,67 +432,74 @@ def _dq(
     q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies,
     o, lse, do, dq, delta, scale, T, n, M,
     H: tl.constexpr, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
-    RB: tl.constexpr, NS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, HB: tl.constexpr,
+    BN: tl.constexpr, NS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid and tiles as _read. delta [B, T, HQ] float32."""
-    pid = tl.program_id(0)
-    rb, t, bh = pid % RB, (pid // RB) % n, pid // (RB * n)
-    b, h = bh // H, bh % H
-    begin, count, _, doc = _tile(table, t, b, T, C, PACKED)
-    tile, line = bh.to(tl.int64) * n + t, b.to(tl.int64) * T
+    h, tile, line, start, count, doc, i0, g0 = _place(table, n, T, H, G, C, BR, HB, PACKED)
     held = (doc.to(tl.int64) * H + h) * M
-    r = rb * BR + tl.arange(0, BR)
-    i, real = r // G, r < count * G
+    i = i0 + tl.arange(0, BR)
     d, e = tl.arange(0, BD), tl.arange(0, BE)
-    rows = (line + begin + i) * (H * G) + h * G + r % G
-    at_d, in_d = rows[:, None] * D + d[None, :], real[:, None] & (d < D)[None, :]
-    at_e, in_e = rows[:, None] * E + e[None, :], real[:, None] & (e < E)[None, :]
-    x, g = tl.load(q + at_d, mask=in_d, other=0.0), tl.load(do + at_e, mask=in_e, other=0.0)
-    dot = tl.sum(tl.load(o + at_e, mask=in_e, other=0.0).to(tl.float32) * g.to(tl.float32), axis=1)
-    tl.store(delta + rows, dot, mask=real)
-    norm = tl.load(lse + rows, mask=real, other=float("inf"))
     factor = scale * 1.4426950408889634
-    acc = tl.zeros((BR, BD), tl.float32)
-    for j0 in range(0, C, BN):
-        j = j0 + tl.arange(0, BN)
-        y, z, lo, hi, both, one = _own_keys(
-            k, v, bias, dies, tile, line + begin, h, count, j, d, e, H, W, D, E, C, BIAS
-        )
-        s = tl.dot(x, tl.trans(y), input_precision="ieee") * factor
-        s += tl.where(i[:, None] < lo[None, :], both[None, :], one[None, :])
-        s = tl.where((i[:, None] >= j[None, :]) & (i[:, None] < hi[None, :]), s, float("-inf"))
-        ds = tl.exp2(s - norm[:, None]) * (tl.dot(g, tl.trans(z), input_precision="ieee") - dot[:, None])
-        acc = tl.dot(ds.to(y.dtype), y, acc, input_precision="ieee")
-    for m0 in range(0, NS * BN, BN):
-        m = m0 + tl.arange(0, BN)
-        y, z, hi, weight = _slot_keys(
-            k,
-            v,
-            state_k,
-            state_v,
-            owner,
-            slot_bias,
-            until,
-            tile,
-            line,
-            held,
-            h,
-            m,
-            d,
-            e,
-            M,
-            H,
-            W,
-            D,
-            E,
-            STATE,
-        )
-        s = tl.dot(x, tl.trans(y), input_precision="ieee") * factor + weight[None, :]
-        s = tl.where(i[:, None] < hi[None, :], s, float("-inf"))
-        ds = tl.exp2(s - norm[:, None]) * (tl.dot(g, tl.trans(z), input_precision="ieee") - dot[:, None])
-        acc = tl.dot(ds.to(y.dtype), y, acc, input_precision="ieee")
-    tl.store(dq + at_d, (acc * scale).to(dq.dtype.element_ty), mask=in_d)
+    ONCE: tl.constexpr = C == BN and NS == 1
+    if ONCE:
+        y, z, L = _own_block(
+            k, v, bias, dies, tile, start, h, count, i, tl.arange(0, BN), d, e, H, W, D, E, C, BIAS
+        )  # fmt: skip
+        y2, z2, L2 = _slot_block(
+            k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, i, tl.arange(0, BN), d, e,
+            M, H, W, D, E, STATE,
+        )  # fmt: skip
+    for head in range(HB):
+        rows = (start + i) * (H * G) + h * G + g0 + head
+        in_d, in_e = (i < count)[:, None] & (d < D)[None, :], (i < count)[:, None] & (e < E)[None, :]
+        at_d, at_e = rows[:, None] * D + d[None, :], rows[:, None] * E + e[None, :]
+        x, g = tl.load(q + at_d, mask=in_d, other=0.0), tl.load(do + at_e, mask=in_e, other=0.0)
+        dot = tl.sum(tl.load(o + at_e, mask=in_e, other=0.0).to(tl.float32) * g.to(tl.float32), axis=1)
+        tl.store(delta + rows, dot, mask=i < count)
+        norm = tl.load(lse + rows, mask=i < count, other=float("inf"))
+        acc = tl.zeros((BR, BD), tl.float32)
+        if ONCE:
+            acc = tl.dot(_dscores(x, g, y, z, L, norm, dot, factor), y, acc, input_precision="ieee")
+            acc = tl.dot(_dscores(x, g, y2, z2, L2, norm, dot, factor), y2, acc, input_precision="ieee")
+        else:
+            for j0 in range(0, C, BN):
+                y, z, L = _own_block(
+                    k, v, bias, dies, tile, start, h, count, i, j0 + tl.arange(0, BN), d, e,
+                    H, W, D, E, C, BIAS,
+                )  # fmt: skip
+                acc = tl.dot(_dscores(x, g, y, z, L, norm, dot, factor), y, acc, input_precision="ieee")
+            for m0 in range(0, NS * BN, BN):
+                y, z, L = _slot_block(
+                    k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, i,
+                    m0 + tl.arange(0, BN), d, e, M, H, W, D, E, STATE,
+                )  # fmt: skip
+                acc = tl.dot(_dscores(x, g, y, z, L, norm, dot, factor), y, acc, input_precision="ieee")
+        tl.store(dq + at_d, (acc * scale).to(dq.dtype.element_ty), mask=in_d)
+
+
+@triton.jit
+def _standing(
+    dies, write, tile, row, j, ok, w, M, W: tl.constexpr, C: tl.constexpr
+):  # fmt: skip
+    """When write w of tokens j ends; its row of the buffer if it stands at the chunk's end, else -1."""
+    death = tl.load(dies + (tile * C + j) * W + w, mask=ok, other=0)
+    slot = tl.load(write + row * W + w, mask=ok, other=0).to(tl.int32)
+    return death, tl.where((death == C) | (death == -C), tile * M + slot, -1)
+
+
+@triton.jit
+def _finish(
+    acc, out, part, dies, write, tile, row, j, ok, d, M,
+    W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, AT: tl.constexpr, C: tl.constexpr,
+):  # fmt: skip
+    """Stores acc [tokens j, D] plus what later chunks ask of the slots they hold, at AT of SIZE."""
+    inside = (d < D)[None, :]
+    for w in tl.static_range(W):
+        _, at = _standing(dies, write, tile, row, j, ok, w, M, W, C)
+        asked = part + at[:, None] * SIZE + AT + d[None, :]
+        acc += tl.load(asked, mask=(at >= 0)[:, None] & inside, other=0.0).to(tl.float32)
+    tl.store(out + row[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=ok[:, None] & inside)
 
 
 @triton.jit
@@ -460,27 +528,9 @@ def _dkv(
     else:
         held = (doc.to(tl.int64) * H + h) * M
         y, z, hi, one = _slot_keys(
-            k,
-            v,
-            state_k,
-            state_v,
-            owner,
-            slot_bias,
-            until,
-            tile,
-            line,
-            held,
-            h,
-            j,
-            d,
-            e,
-            M,
-            H,
-            W,
-            D,
-            E,
-            STATE,
-        )
+            k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, j, d, e, M,
+            H, W, D, E, STATE,
+        )  # fmt: skip
     factor = scale * 1.4426950408889634
     acc_k, acc_v = tl.zeros((BN, BD), tl.float32), tl.zeros((BN, BE), tl.float32)
     sum_lo, sum_hi = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
@@ -495,16 +545,17 @@ def _dkv(
         s = tl.dot(y, tl.trans(x), input_precision="ieee") * factor
         if OWN:
             early = i[None, :] < lo[:, None]
-            s += tl.where(early, both[:, None], one[:, None])
-            s = tl.where((i[None, :] >= j[:, None]) & (i[None, :] < hi[:, None]), s, float("-inf"))
+            s += _own_weights(
+                i[None, :], j[:, None], lo[:, None], hi[:, None], both[:, None], one[:, None], W
+            )
         else:
-            s = tl.where(i[None, :] < hi[:, None], s + one[:, None], float("-inf"))
+            s += tl.where(i[None, :] < hi[:, None], one[:, None], float("-inf"))
         p = tl.exp2(s - norm[None, :])
         acc_v = tl.dot(p.to(g.dtype), g, acc_v, input_precision="ieee")
         ds = p * (tl.dot(z, tl.trans(g), input_precision="ieee") - dot[None, :])
         acc_k = tl.dot(ds.to(x.dtype), x, acc_k, input_precision="ieee")
         if BIAS:
-            if OWN:
+            if OWN and W == 2:
                 sum_lo += tl.sum(tl.where(early, ds, 0.0), axis=1)
                 sum_hi += tl.sum(tl.where(early, 0.0, ds), axis=1)
             else:
@@ -513,35 +564,17 @@ def _dkv(
     if OWN:
         ok = j < count
         row = (line + begin + j) * H + h
-        for w in tl.static_range(W):
-            death = tl.load(dies + (tile * C + j) * W + w, mask=ok, other=0)
-            stays = ok & ((death == C) | (death == -C))
-            slot = tl.load(write + row * W + w, mask=ok, other=0).to(tl.int32)
-            at = tile * M + slot
-            acc_k += tl.load(
-                part + at[:, None] * (D + E) + d[None, :], mask=stays[:, None] & (d < D)[None, :], other=0.0
-            ).to(tl.float32)
-            acc_v += tl.load(
-                part + at[:, None] * (D + E) + D + e[None, :],
-                mask=stays[:, None] & (e < E)[None, :],
-                other=0.0,
-            ).to(tl.float32)
-            if BIAS:
-                weight = tl.load(bias + row * W + w, mask=ok, other=0.0).to(tl.float32) * 1.4426950408889634
-                early_share = tl.where(death >= lo, tl.where(lo > 0, tl.exp2(weight - both), 0.0), 0.0)
-                found = early_share * sum_lo + tl.where(death > lo, sum_hi, 0.0)
-                found += tl.load(part_bias + at, mask=stays, other=0.0)
+        _finish(acc_k, dk, part, dies, write, tile, row, j, ok, d, M, W, D, D + E, 0, C)
+        _finish(acc_v, dv, part, dies, write, tile, row, j, ok, e, M, W, E, D + E, D, C)
+        if BIAS:
+            for w in tl.static_range(W):
+                death, at = _standing(dies, write, tile, row, j, ok, w, M, W, C)
+                found = tl.where(death > lo, sum_hi, 0.0)
+                if W == 2:
+                    weight = tl.load(bias + row * W + w, mask=ok, other=0.0) * 1.4426950408889634
+                    found += sum_lo * tl.where((death >= lo) & (lo > 0), tl.exp2(weight - both), 0.0)
+                found += tl.load(part_bias + at, mask=at >= 0, other=0.0)
                 tl.store(dbias + row * W + w, found, mask=ok)
-        tl.store(
-            dk + row[:, None] * D + d[None, :],
-            acc_k.to(dk.dtype.element_ty),
-            mask=ok[:, None] & (d < D)[None, :],
-        )
-        tl.store(
-            dv + row[:, None] * E + e[None, :],
-            acc_v.to(dv.dtype.element_ty),
-            mask=ok[:, None] & (e < E)[None, :],
-        )
     else:
         ok = j < M
         at = tile * M + j
@@ -553,113 +586,123 @@ def _dkv(
 
 
 @triton.jit
+def _pick(x, u, at):
+    """Row `at` of x, whose rows are u; from registers, where a thread has whole columns."""
+    return tl.sum(tl.where((u == at)[:, None], x, 0.0), axis=0)
+
+
+@triton.jit
 def _walk_back(
-    part, last, d_end, d_state, table, bh, x, T, n, M,
-    H: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr, END: tl.constexpr, STATE: tl.constexpr,
-    PACKED: tl.constexpr, STAGES: tl.constexpr,
+    part, last, d_end, d_state, table, bh, x, n, M,
+    H: tl.constexpr, SIZE: tl.constexpr, END: tl.constexpr, STATE: tl.constexpr,
+    PACKED: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
-    """Elements x of M SIZE: part becomes after, tile by tile from the last."""
+    """Elements x of M SIZE: part becomes after, tile by tile from the last; the loads of U tiles at once."""
     b, h = bh // H, bh % H
-    ok = x < M * SIZE
-    slot = x // SIZE
-    row = bh.to(tl.int64) * n
+    u, ok = tl.arange(0, U), x < M * SIZE
+    row, groups = bh.to(tl.int64) * n, tl.cdiv(n, U)
     acc = tl.zeros(x.shape, tl.float32)
-    for back in tl.range(0, n, num_stages=STAGES):
-        t = n - 1 - back
-        _, _, first, doc = _tile(table, t, b, T, C, PACKED)
-        opens = x * 0 + t == n - 1  # the walk enters a document at its last tile
+    for back in range(0, groups):
+        t0 = (groups - 1 - back) * U
+        t = t0 + u
+        inside = (t < n)[:, None] & ok[None, :]
+        parts = tl.load(part + (row + t)[:, None] * M * SIZE + x[None, :], mask=inside, other=0.0)
+        parts = parts.to(tl.float32)
+        stay = tl.load(last + (row + t)[:, None] * M + (x // SIZE)[None, :], mask=inside, other=0) < 0
         if PACKED:
-            opens = opens | (tl.load(table + 4 * (x * 0 + t) + 6, mask=x * 0 + t < n - 1, other=-1) != first)
-        side = (doc.to(tl.int64) * H + h) * M * SIZE + x
-        start = tl.zeros(x.shape, tl.float32)
-        if END:
-            start = tl.load(d_end + side, mask=ok & opens, other=0.0).to(tl.float32)
-        acc = tl.where(opens, start, acc)
-        at = (row + t) * M * SIZE + x
-        own = tl.load(part + at, mask=ok, other=0.0).to(tl.float32)
-        kept = tl.load(last + (row + t) * M + slot, mask=ok, other=0) < 0
-        tl.store(part + at, acc.to(part.dtype.element_ty), mask=ok & (kept == 0))  # nobody reads the others
-        acc = own + tl.where(kept, acc, 0.0)
-        if STATE:
-            tl.store(d_state + side, acc.to(d_state.dtype.element_ty), mask=ok & (x * 0 + t == first))
+            first = tl.load(table + 4 * t + 2, mask=t < n, other=0)
+            following = tl.load(table + 4 * t + 6, mask=t < n - 1, other=-1)
+            document = tl.load(table + 4 * t + 3, mask=t < n, other=0)
+        else:
+            first, document = t * 0, t * 0 + b
+            following = tl.where(t == n - 1, -1, 0)
+        for down in tl.static_range(U):
+            now = U - 1 - down
+            kept = _pick(stay.to(tl.float32), u, now) > 0
+            side = x
+            if END or STATE:
+                doc = tl.sum(tl.where(u == now, document, 0), axis=0)
+                side = (doc.to(tl.int64) * H + h) * M * SIZE + x
+            # the walk enters a document at its last tile
+            opens = x * 0 + tl.sum(tl.where((u == now) & (first != following), 1, 0), axis=0) > 0
+            real = x * 0 + t0 + now < n
+            start = tl.zeros(x.shape, tl.float32)
+            if END:
+                start = tl.load(d_end + side, mask=ok & real & opens, other=0.0).to(tl.float32)
+            acc = tl.where(real & opens, start, acc)
+            read = ok & (kept == 0) & real  # nobody reads the others
+            tl.store(part + (row + t0 + now) * M * SIZE + x, acc.to(part.dtype.element_ty), mask=read)
+            acc = _pick(parts, u, now) + tl.where(kept, acc, 0.0)
+            if STATE:
+                closes = x * 0 + tl.sum(tl.where((u == now) & (first == t) & (t < n), 1, 0), axis=0) > 0
+                tl.store(d_state + side, acc.to(d_state.dtype.element_ty), mask=ok & closes)
 
 
 @triton.jit
 def _after(
-    part, part_bias, last, d_end, d_end_bias, d_state, d_state_bias, table, T, n, M, blocks,
-    H: tl.constexpr, SIZE: tl.constexpr, C: tl.constexpr, BX: tl.constexpr, BIAS: tl.constexpr,
-    END: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr, STAGES: tl.constexpr,
+    part, part_bias, last, d_end, d_end_bias, d_state, d_state_bias, table, n, M, blocks,
+    H: tl.constexpr, SIZE: tl.constexpr, BX: tl.constexpr, BIAS: tl.constexpr,
+    END: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     """Grid [B H, blocks (+ more for the biases)]: the reverse pass over the tiles of a row."""
     bh, block = tl.program_id(0), tl.program_id(1)
     if block < blocks:
         x = block * BX + tl.arange(0, BX)
-        _walk_back(part, last, d_end, d_state, table, bh, x, T, n, M, H, SIZE, C, END, STATE, PACKED, STAGES)
+        _walk_back(part, last, d_end, d_state, table, bh, x, n, M, H, SIZE, END, STATE, PACKED, U)
     else:
         x = (block - blocks) * BX + tl.arange(0, BX)
-        _walk_back(
-            part_bias,
-            last,
-            d_end_bias,
-            d_state_bias,
-            table,
-            bh,
-            x,
-            T,
-            n,
-            M,
-            H,
-            1,
-            C,
-            END,
-            STATE,
-            PACKED,
-            STAGES,
-        )
+        _walk_back(part_bias, last, d_end_bias, d_state_bias, table, bh, x, n, M, H, 1, END, STATE, PACKED, U)
+
+
+@triton.jit
+def _put(state, new, x, held, hit, ok, d, D: tl.constexpr, STATE: tl.constexpr):
+    """Slots `held` with x in those that are hit, [slots, D]; stored to `new`."""
+    at, inside = held[:, None] * D + d[None, :], ok[:, None] & (d < D)[None, :]
+    old = tl.zeros((hit.shape[0], d.shape[0]), x.dtype)
+    if STATE:
+        old = tl.load(state + at, mask=inside, other=0.0)  # hit or not: it need not wait for the writes
+    found = tl.where(hit[:, None], x[None, :], old)
+    tl.store(new + at, found, mask=inside)
+    return found
 
 
 @triton.jit
 def _step(
     q, k, v, write, bias, state_k, state_v, state_bias, new_k, new_v, new_bias, o, scale, M,
     H: tl.constexpr, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
-    BD: tl.constexpr, BE: tl.constexpr, BM: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr,
+    BD: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr, BM: tl.constexpr, NS: tl.constexpr,
+    BIAS: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
-    """Grid [B H]: one token into its slots, then the read, all slots at once."""
+    """Grid [B H]: one token into its slots, then the read of all heads of the group, BM slots at a time."""
     bh = tl.program_id(0).to(tl.int64)
-    m, d, e = tl.arange(0, BM), tl.arange(0, BD), tl.arange(0, BE)
-    ok, held = m < M, bh * M + m
-    in_d, in_e = ok[:, None] & (d < D)[None, :], ok[:, None] & (e < E)[None, :]
-    weight = tl.full((BM,), float("-inf"), tl.float32)
-    hit = m < 0
-    if STATE:
-        weight = tl.load(state_bias + held, mask=ok, other=float("-inf"))
-    for w in tl.static_range(W):
-        here = m == tl.load(write + bh * W + w).to(tl.int32)
-        new = 0.0
-        if BIAS:
-            new = tl.load(bias + bh * W + w).to(tl.float32)
-        weight = tl.where(here, new, weight)
-        hit = hit | here
-    x = tl.load(k + bh * D + d, mask=d < D, other=0.0)
-    z = tl.load(v + bh * E + e, mask=e < E, other=0.0)
-    old_k, old_v = tl.zeros((BM, BD), x.dtype), tl.zeros((BM, BE), z.dtype)
-    if STATE:
-        old_k = tl.load(state_k + held[:, None] * D + d[None, :], mask=in_d & (hit == 0)[:, None], other=0.0)
-        old_v = tl.load(state_v + held[:, None] * E + e[None, :], mask=in_e & (hit == 0)[:, None], other=0.0)
-    K, V = tl.where(hit[:, None], x[None, :], old_k), tl.where(hit[:, None], z[None, :], old_v)
-    tl.store(new_k + held[:, None] * D + d[None, :], K, mask=in_d)
-    tl.store(new_v + held[:, None] * E + e[None, :], V, mask=in_e)
-    tl.store(new_bias + held, weight, mask=ok)
-    K, V = K.to(tl.float32), V.to(tl.float32)
-    for g in tl.static_range(G):
-        y = tl.load(q + (bh * G + g) * D + d, mask=d < D, other=0.0).to(tl.float32)
-        s = tl.sum(K * y[None, :], axis=1) * scale + weight
-        top = tl.max(s, axis=0)
-        p = tl.exp(s - tl.where(top == float("-inf"), 0.0, top))
-        total = tl.sum(p, axis=0)
-        p = p / tl.where(total > 0, total, 1.0)
-        found = tl.sum(V * p[:, None], axis=0)
-        tl.store(o + (bh * G + g) * E + e, found.to(o.dtype.element_ty), mask=e < E)
+    g, d, e = tl.arange(0, BG), tl.arange(0, BD), tl.arange(0, BE)
+    rows = bh * G + g
+    y = tl.load(q + rows[:, None] * D + d[None, :], mask=(g < G)[:, None] & (d < D)[None, :], other=0.0)
+    x, z = tl.load(k + bh * D + d, mask=d < D, other=0.0), tl.load(v + bh * E + e, mask=e < E, other=0.0)
+    factor = scale * 1.4426950408889634
+    top, total = tl.full((BG,), float("-inf"), tl.float32), tl.zeros((BG,), tl.float32)
+    acc = tl.zeros((BG, BE), tl.float32)
+    for m0 in range(0, NS * BM, BM):
+        m = m0 + tl.arange(0, BM)
+        ok, held, hit = m < M, bh * M + m, m < 0
+        weight = tl.full((BM,), float("-inf"), tl.float32)
+        if STATE:
+            weight = tl.load(state_bias + held, mask=ok, other=float("-inf"))
+        for w in tl.static_range(W):
+            here = m == tl.load(write + bh * W + w).to(tl.int32)
+            new = 0.0
+            if BIAS:
+                new = tl.load(bias + bh * W + w).to(tl.float32)
+            weight = tl.where(here, new, weight)
+            hit = hit | here
+        tl.store(new_bias + held, weight, mask=ok)
+        K = _put(state_k, new_k, x, held, hit, ok, d, D, STATE)
+        V = _put(state_v, new_v, z, held, hit, ok, e, E, STATE)
+        s = tl.dot(y, tl.trans(K), input_precision="ieee") * factor + (weight * 1.4426950408889634)[None, :]
+        top, total, acc = _soften(s, V, top, total, acc)
+    acc = acc / tl.where(total > 0, total, 1.0)[:, None]
+    at, real = rows[:, None] * E + e[None, :], (g < G)[:, None] & (e < E)[None, :]
+    tl.store(o + at, acc.to(o.dtype.element_ty), mask=real)
 
 
 # Launches
@@ -724,10 +767,9 @@ def _forward(q, k, v, write, bias, state_k, state_v, state_bias, table, num_docs
             last, bias, state_bias, table, owner, slot_bias, end_copy, c.T, c.n, M,
             BT=SCAN, BM=16, **head, **flags, **some,
         )  # fmt: skip
-        RB = triton.cdiv(s.chunk * c.G, s.rows)
-        _read[(BH * c.n * RB,)](
+        _read[(BH * c.n * (s.chunk // s.read_rows) * (c.G // s.read_heads),)](
             q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies, o, lse, scale, c.T, c.n, M,
-            BR=s.rows, BN=s.keys, RB=RB, NS=triton.cdiv(M, s.keys), **c.sizes, **flags, **some,
+            BR=s.read_rows, HB=s.read_heads, BN=s.keys, NS=triton.cdiv(M, s.keys), **c.sizes, **flags, **some,
             num_warps=s.read_warps, num_stages=s.read_stages,
         )  # fmt: skip
     end_k, end_v = k.new_empty((c.N, c.H, M, c.D)), v.new_empty((c.N, c.H, M, c.E))
@@ -762,11 +804,10 @@ def _backward(
         d_state_bias.copy_(0 if d_end_bias is None else d_end_bias)
     if c.n:
         flags = {"BIAS": bias is not None, "STATE": state, "PACKED": table is not None}
-        RB = triton.cdiv(s.chunk * c.G, s.rows)
         reads = (q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies)
-        _dq[(BH * c.n * RB,)](
+        _dq[(BH * c.n * (s.chunk // s.dq_rows) * (c.G // s.dq_heads),)](
             *reads, o, lse, do, dq, delta, scale, c.T, c.n, M,
-            BR=s.rows, BN=s.keys, RB=RB, NS=triton.cdiv(M, s.keys), **c.sizes, **flags,
+            BR=s.dq_rows, HB=s.dq_heads, BN=s.keys, NS=triton.cdiv(M, s.keys), **c.sizes, **flags,
             num_warps=s.dq_warps, num_stages=s.dq_stages,
         )  # fmt: skip
         more = (lse, do, delta, write, part, part_bias, dk, dv, dbias, scale, c.T, c.n, M)
@@ -781,9 +822,9 @@ def _backward(
         _dkv[(BH * c.n * KB,)](*reads, *more, KB=KB, OWN=False, **tiles, **flags | {"BIAS": biased})
         count = triton.cdiv(M * (c.D + c.E), ELEMENTS)
         _after[(BH, count + (triton.cdiv(M, ELEMENTS) if biased else 0))](
-            part, part_bias, last, ends, d_end_bias, d_state, d_state_bias, table, c.T, c.n, M, count,
-            H=c.H, SIZE=c.D + c.E, C=s.chunk, BX=ELEMENTS, BIAS=biased, END=ends is not None, STATE=state,
-            PACKED=table is not None, STAGES=4,
+            part, part_bias, last, ends, d_end_bias, d_state, d_state_bias, table, c.n, M, count,
+            H=c.H, SIZE=c.D + c.E, BX=ELEMENTS, BIAS=biased, END=ends is not None, STATE=state,
+            PACKED=table is not None, U=s.ahead, num_warps=1,
         )  # fmt: skip
         KB = triton.cdiv(s.chunk, s.keys)
         _dkv[(BH * c.n * KB,)](*reads, *more, KB=KB, OWN=True, **tiles, **flags)
@@ -938,11 +979,13 @@ def tile_table(cu_seqlens: torch.Tensor, C: int) -> torch.Tensor:
 def _one_step(q, k, v, write, bias, state_k, state_v, state_bias, M, scale):
     (B, _, HQ, D), (H, E) = q.shape, v.shape[2:]
     o, new_k, new_v = q.new_empty((B, 1, HQ, E)), k.new_empty((B, H, M, D)), v.new_empty((B, H, M, E))
-    new_bias = q.new_empty((B, H, M), dtype=torch.float32)
+    new_bias, G = q.new_empty((B, H, M), dtype=torch.float32), HQ // H
+    BM = min(_pow2(M), blocks_for(D, E, G, q.dtype).keys)
     _step[(B * H,)](
         q, k, v, write, bias, state_k, state_v, state_bias, new_k, new_v, new_bias, o, scale, M,
-        H=H, G=HQ // H, W=write.shape[-1], D=D, E=E, BD=_pow2(D), BE=_pow2(E), BM=_pow2(M),
-        BIAS=bias is not None, STATE=state_k is not None, num_warps=8,
+        H=H, G=G, W=write.shape[-1], D=D, E=E, BD=_pow2(D), BE=_pow2(E), BG=_pow2(G), BM=BM,
+        NS=triton.cdiv(M, BM), BIAS=bias is not None, STATE=state_k is not None,
+        num_warps=STEP_WARPS, num_stages=1,
     )  # fmt: skip
     return o, new_k, new_v, new_bias
 
