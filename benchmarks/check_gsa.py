@@ -17,7 +17,7 @@ import time
 import torch
 import triton
 
-from unsoftmax.kernels.gsa import triton_chunk
+from unsoftmax.kernels.gsa import triton_chunk, triton_tiles
 from unsoftmax.kernels.gsa.chunked import gsa
 from unsoftmax.kernels.gsa.reference import GSAState
 
@@ -31,12 +31,13 @@ SHAPES = {  # HQ, H, D, E, M
     "wide": (4, 1, 128, 128, 128),
 }
 LENGTHS = [1, 15, 17, 64, 127, 129, 300]
-VARIANTS = [  # segment, heads at a time, warps of: own, forward, reads, backward
-    (128, 2, 4, 8, 8, 8),
-    (128, 1, 4, 8, 8, 8),
-    (256, 2, 4, 8, 8, 8),
-    (64, 2, 4, 8, 8, 8),
-    (128, 1, 4, 4, 8, 8),
+VARIANTS = [  # chunk, query heads and warps of: forward, rows, columns; warps of project. Four heads: wgmma
+    (64, 2, 4, 2, 4, 2, 4, 2),
+    (64, 2, 8, 2, 8, 2, 8, 2),
+    (64, 1, 4, 1, 4, 1, 4, 2),
+    (64, 2, 4, 2, 4, 2, 4, 4),
+    (64, 4, 4, 4, 4, 4, 4, 4),
+    (128, 2, 4, 2, 8, 2, 8, 4),
 ]
 PACKED = [0, 1, 34, 34, 170, 300]
 
@@ -174,6 +175,8 @@ def job(name: str, quick: bool, named: bool) -> None:
     if named:
         for kernel in ("_own_state", "_scan", "_forward", "_backward_reads", "_backward"):
             setattr(triton_chunk, kernel, Waiting(kernel, getattr(triton_chunk, kernel)))
+        for kernel in ("_project", "_forward", "_rows_grad", "_columns"):
+            setattr(triton_tiles, kernel, Waiting(kernel, getattr(triton_tiles, kernel)))
     for c in jobs(quick)[name]:
         label, began = f"{name} T {c[1]} {c[2]}", time.time()
         try:
@@ -194,8 +197,9 @@ def warm(variant: int) -> None:
 
 
 def setup(variant) -> None:
-    triton_chunk.SEGMENT, triton_chunk.HEADS = variant[:2]
-    triton_chunk.WARPS.update(zip(("own", "forward", "reads", "backward"), variant[2:]))
+    triton_tiles.CHUNK = variant[0]
+    triton_tiles.HEADS.update(zip(("forward", "rows", "columns"), variant[1:7:2]))
+    triton_tiles.WARPS.update(zip(("forward", "rows", "columns", "project"), (*variant[2:7:2], variant[7])))
 
 
 def big(B: int, T: int, M: int = 64):
@@ -252,6 +256,21 @@ def kernels(B: int, T: int) -> dict[str, float]:
     return {e.key[:40]: e.device_time_total / 1e3 for e in profile.key_averages() if e.device_time_total > 5}
 
 
+def results() -> list[torch.Tensor]:
+    """o and gradients of a fixed problem."""
+    torch.manual_seed(0)
+    ins, do = big(2, 300)
+    return [gsa(*ins, mass=True, backend="triton")[0].detach(), *step(ins, do)]
+
+
+def unlike(first: list[torch.Tensor]) -> dict[str, float]:
+    names = ("o", "dq", "dk", "dv", "dg")
+    return {
+        n: ((a.double() - b.double()).norm() / b.double().norm()).item()
+        for n, a, b in zip(names, results(), first)
+    }
+
+
 def softmax(B: int, T: int, backend) -> dict[str, float]:
     from torch.nn.attention import sdpa_kernel
 
@@ -282,16 +301,21 @@ def timings(quick: bool) -> None:
 
     shapes = [(16, 2048), (4, 8192), (1, 32768)]
     setup(VARIANTS[0])
+    first = results()
     for B, T in shapes:
         attempt(f"gsa {B}x{T}", times, B, T)
     for B, T in shapes:
         attempt(f"softmax cuDNN {B}x{T}", softmax, B, T, SDPBackend.CUDNN_ATTENTION)
     attempt("kernels 4x8192", kernels, 4, 8192)
-    for B in (1, 8, 64):
-        attempt(f"decode, {B} rows", decode, B)
-    for i, variant in list(enumerate(VARIANTS))[1 : 3 if quick else None]:
+    for parts, warps in ((None, 8), (None, 4), (1, 4), (2, 8), (4, 4)):
+        triton_chunk.DECODE.update(parts=parts, warps=warps)
+        for B in (1, 8, 64):
+            attempt(f"decode, {B} rows, {parts} parts, {warps} warps", decode, B)
+    for i, variant in list(enumerate(VARIANTS))[1:]:
         setup(variant)
         attempt(f"variant {i} {variant} 4x8192", times, 4, 8192)
+        attempt("its kernels", kernels, 4, 8192)
+        attempt("its errors against variant 0", unlike, first)
     if not quick:
         setup(VARIANTS[0])
         attempt("softmax FA2 16x2048", softmax, 16, 2048, SDPBackend.FLASH_ATTENTION)
@@ -334,7 +358,7 @@ def main() -> None:
     began, quick = time.time(), ["--quick"] * args.quick
     limit = began + (50 if args.quick else 250)
     running = {name: start("--job", name, *quick) for name in jobs(args.quick)}
-    variants = range(1, 3 if args.quick else len(VARIANTS))
+    variants = range(1, len(VARIANTS))
     warming = {f"variant {i}": start("--warm", str(i)) for i in variants}
     lines, again = [], {}
     for name, process in running.items():

@@ -37,7 +37,7 @@ def onehot() -> Iterator[Job]:
     singles = ("bias", "lse", "delta", "slot_bias", "part", "part_bias", "dbias", "end_bias", "new_bias")
     absent = ("table", "state_k", "state_v", "state_bias", "d_end", "d_end_bias", "d_state", "d_state_bias")
     for D, G, dtype in ((128, 4, torch.bfloat16), (64, 3, torch.float32)):
-        b, M = ops.blocks_for(D, D, G, dtype), 64
+        b, M = ops.fitted(ops.blocks_for(D, D, G, dtype), (int(sys.argv[2]) // 10, 0)), 64
         types = dict.fromkeys(operands, f"*{NAMES[dtype]}") | dict.fromkeys(singles, "*fp32")
         types |= dict.fromkeys(("last", "until", "dies", "owner", "end_copy"), "*i32")
         types |= {"write": "*i64", "scale": "fp32"} | dict.fromkeys(("T", "n", "M", "blocks"), "i32")
@@ -52,8 +52,10 @@ def onehot() -> Iterator[Job]:
             "C": b.chunk,
         }
         fixed |= {"BIAS": True, "STATE": False, "PACKED": False, "END": False, "SIZE": 2 * D}
-        reads = {"BN": b.keys, "NS": -(-M // b.keys)}
-        read, dq = ({"BR": rows, "HB": heads} | reads for rows, heads in (b[2:4], b[6:8]))
+        read, dq = (
+            {"BN": keys, "NS": -(-M // keys), "BR": rows, "HB": heads}
+            for keys, rows, heads in ((b.keys, b.read_rows, b.read_heads), (b.dq_keys, b.dq_rows, b.dq_heads))
+        )
         sums = {"BR": b.dkv_rows, "BN": b.keys, "KB": 1}
         kernels = {
             "_lives": (ops._lives, {"BM": M}, 4, 3),
@@ -100,20 +102,19 @@ def polysketch() -> Iterator[Job]:
         q, k, phi = (torch.empty(1, 1024, h, d, device="meta") for h, d in ((HQ, D), (H, D), (HQ, 32)))
         s, cut = ops._shape(q, k, k, phi, rule), ops.plan(dtype, D)
         absent = ["lift", "dlift", "sink_dk", "sink_dv"] if rule is powers else ["offset", "doffset"]
-        sums = {"R": 32, "E": D, "CHUNK": s.chunk, "SLICES": 4, "PAIRS": s.pairs, "BE": D}
-        forward = {"HEADS": H, "GROUP": 1, "FIRST": s.sinks, "SHIFT": 0, "REVERSE": False}
-        reverse = {"HEADS": HQ, "GROUP": HQ // H, "FIRST": 0, "SHIFT": s.W - s.C, "REVERSE": True}
-        stack, rows = s.stacked(cut.keys)
+        stack, rows = s.stacked(cut.sinks)
         kernels = {
             "_forward": (ops._forward, s.query_tiles(cut.forward), cut.forward),
             "_queries": (ops._queries, s.query_tiles(cut.queries), cut.queries),
-            "_keys": (ops._keys, s.query_tiles(cut.keys) | {"SPAN": ops.SPAN}, cut.keys),
-            "_states": (ops._states, sums | forward | {"BC": cut.states.keys}, cut.states),
-            "_states in reverse": (ops._states, sums | reverse | {"BC": cut.gradients.keys}, cut.gradients),
+            "_keys": (ops._keys, s.key_tiles(cut.keys) | {"SPAN": ops.SPAN}, cut.keys),
+            "_states": (ops._states, s.sum_tiles(H, False, cut.states), cut.states),
+            "_states in reverse": (ops._states, s.sum_tiles(HQ, True, cut.gradients), cut.gradients),
+            "_masses": (ops._masses, s.mass_tiles(H, False, cut.states), cut.states),
+            "_masses in reverse": (ops._masses, s.mass_tiles(HQ, True, cut.gradients), cut.gradients),
         }
         if s.sinks:
             more = {"STACK": stack, "SPAN": ops.SPAN, "BM": rows}
-            kernels["_sinks"] = (ops._sinks, s.exact_tiles(cut.keys) | more, cut.keys)
+            kernels["_sinks"] = (ops._sinks, s.exact_tiles(cut.sinks) | more, cut.sinks)
         x, W = torch.empty(1, 64, HQ, D, device="meta", dtype=dtype), torch.empty(HQ, 2, D, 32, device="meta")
         if rule is softmax:
             for name, backward in (("_sketch", False), ("_sketch_backward", True)):
@@ -138,7 +139,7 @@ def slots() -> Iterator[Job]:
     for D, G, dtype in ((128, 4, torch.bfloat16), (64, 3, torch.float32)):
         q, k, g = (torch.empty(1, 256, *size, device="meta") for size in ((8 * G, D), (8, D), (8, 64)))
         plan = ops._Plan(q.to(dtype), k, k, g, None)
-        fixed = plan.tiles() | {"D": D, "E": D, "X": D, "XP": D, "slots": 64, "MASS": True}
+        fixed = plan.tiles() | {"D": D, "E": D, "X": D, "XP": D, "slots": 64, "MASS": True, "PARTS": 1}
         fixed |= {"REVERSE": False, "DECAY": True, "HAS_INIT": True, **ops.SCAN}
         fixed |= dict.fromkeys(("seg_start", "seg_end", "doc_first"))
         for name in names:
@@ -152,6 +153,28 @@ def slots() -> Iterator[Job]:
             own = {n: fixed[n] for n in kernel.arg_names if n in fixed}
             options = ops._options(warps.get(name, name))
             yield f"_{name} D {D} {NAMES[dtype]}", kernel, types, own, options
+
+
+def tiles() -> Iterator[Job]:
+    """Gated slots whose pairs are factored, at Mistral's layer in bfloat16."""
+    from unsoftmax.kernels.gsa import triton_tiles as ops
+
+    D, G, M = 128, 4, 64
+    q, k, g = (torch.empty(1, 256, *x, device="meta") for x in ((8 * G, D), (8, D), (8, M)))
+    plan = ops._Plan(q.bfloat16(), k, k, g, None, ops.CHUNK)
+    singles = ("g", "gamma", "dgamma", "dg", "total", "walk", "drift")
+    sizes = {"D": D, "E": D, "X": D, "slots": M, "DP": D, "EP": D, "XP": D, "BX": 64, "MASS": True}
+    fixed = ops._kind(plan) | sizes | {"WALK": True, "seg_start": None, "seg_end": None}
+    forms = [("project", "project", {"WRITE": True, "G": 1}), ("project", "project", {"WRITE": False})]
+    forms += [("forward", "forward", {}), ("rows_grad", "rows", {}), ("columns", "columns", {})]
+    for name, cut, more in forms:
+        kernel = getattr(ops, f"_{name}")
+        options = {"num_warps": ops.WARPS[cut], "num_stages": 1}
+        own = fixed | more | ({"GR": ops.HEADS[cut]} if cut in ops.HEADS else {})
+        own = {n: own[n] for n in kernel.arg_names if n in own}
+        types = dict.fromkeys(kernel.arg_names, "*bf16") | {f"{x}_ptr": "*fp32" for x in singles}
+        types |= {"T": "i32", "H": "i32", "scale": "fp32"}
+        yield f"_{name} D {D} bf16", kernel, types, own, options
 
 
 def compiled(job: Job, arch: int) -> dict[str, Any]:
@@ -179,7 +202,7 @@ def compiled(job: Job, arch: int) -> dict[str, Any]:
     }
 
 
-LISTS = {"onehot": onehot, "polysketch": polysketch, "slots": slots}
+LISTS = {"onehot": onehot, "polysketch": polysketch, "slots": slots, "tiles": tiles}
 
 if __name__ == "__main__":
     for job in LISTS[sys.argv[1]]():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-LISTS = ("onehot", "polysketch", "slots")
+LISTS = ("onehot", "polysketch", "slots", "tiles")
 WORKER = Path(__file__).with_name("compile_worker.py")
 SHARED = {80: 166_912, 86: 101_376, 89: 101_376, 90: 232_448, 100: 232_448}  # bytes a program may have
 STACK = 3_500  # bytes a thread may spill: none is the aim; float32, which is for tests, comes near
@@ -20,6 +20,9 @@ PRODUCTS = (
     "_dq",
     "_dkv",
     "_own_state",
+    "_project",
+    "_rows_grad",
+    "_columns",
     "_forward",
     "_backward",
     "_queries",
@@ -43,7 +46,7 @@ def test_every_kernel_compiles_and_fits(name, arch, tmp_path):
     for kernel in found:
         assert kernel["shared"] <= SHARED[arch], kernel
         assert kernel["stack"] <= STACK, kernel
-        if name == "slots":  # it reads outside its shared memory there: see triton_chunk._outer
+        if name in ("slots", "tiles"):  # it reads outside its shared memory there: see triton_chunk._outer
             assert not kernel["wgmma"], kernel
         if kernel["name"].startswith(PRODUCTS) and "fp32" not in kernel["name"]:
             assert kernel["tensor_cores"], kernel

@@ -5,7 +5,7 @@ import torch
 
 from test_gsa import GATES, everything, in_dtype, inputs
 from tolerance import assert_all_as_good_as
-from unsoftmax.kernels.gsa import chunked, triton_chunk
+from unsoftmax.kernels.gsa import chunked, triton_chunk, triton_tiles
 from unsoftmax.kernels.gsa.chunked import gsa
 from unsoftmax.kernels.gsa.reference import GSAState, gsa_reference
 
@@ -18,6 +18,7 @@ def triton(*args, **more):
 def short_segments(monkeypatch):
     """So that few tokens make many segments, and these more than are loaded at once."""
     monkeypatch.setattr(triton_chunk, "SEGMENT", 16)
+    monkeypatch.setattr(triton_tiles, "CHUNK", 32)
     monkeypatch.setitem(triton_chunk.SCAN, "AHEAD", 2)
 
 
@@ -41,7 +42,10 @@ def test_output_state_and_gradients_equal_the_definition(mass, device, pairs, sh
     ours, plain = (
         everything(op, in_dtype(tensors, torch.float32), mass=mass) for op in (triton, gsa_reference)
     )
-    assert_all_as_good_as(ours, plain, gold, torch.float32)
+    if pairs == "exact pairs":
+        assert_all_as_good_as(ours, plain, gold, torch.float32)
+    for name in gold:  # factors are powers of long sums, whose rounding is far below bfloat16's
+        close(name, ours[name], gold[name], 1e-5)
 
 
 @pytest.mark.parametrize(

@@ -692,28 +692,36 @@ def _decode(
     q_ptr, k_ptr, v_ptr, g_ptr, o_ptr, k0_ptr, v0_ptr, kept0_ptr, k1_ptr, v1_ptr, kept1_ptr,
     scale, D, E, slots,
     G: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, MASS: tl.constexpr,
+    PARTS: tl.constexpr,
 ):  # fmt: skip
-    """Grid (B * H). One token written into its slots, then the read; slots [M, D] and [M, E] pass once."""
-    pid = tl.program_id(0).to(tl.int64)
-    m, d, e = tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
+    """Grid (B * H, PARTS). One token written into its slots, then the read; slots are read and written once.
+
+    K [M, D] in each part, which stores its share of D; V and o by parts of E, EP wide.
+    """
+    pid, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    m, d, e = tl.arange(0, M), tl.arange(0, DP), part * EP + tl.arange(0, EP)
     m_ok, d_ok, e_ok = m < slots, d < D, e < E
     k_spot = (pid * slots + m[:, None]) * D + d[None, :]
     v_spot = (pid * slots + m[:, None]) * E + e[None, :]
     k_ok, v_ok = m_ok[:, None] & d_ok[None, :], m_ok[:, None] & e_ok[None, :]
+    K = tl.load(k0_ptr + k_spot, mask=k_ok, other=0.0)  # both before any store, so that they overlap
+    V = tl.load(v0_ptr + v_spot, mask=v_ok, other=0.0)
     g = tl.maximum(tl.load(g_ptr + pid * slots + m, mask=m_ok, other=0.0), -1e4)
     kept = tl.load(kept0_ptr + pid * slots + m, mask=m_ok, other=0.0) + g
     k = tl.load(k_ptr + pid * D + d, mask=d_ok, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + pid * E + e, mask=e_ok, other=0.0).to(tl.float32)
+    queries = ()
+    for head in tl.static_range(G):
+        queries += (tl.load(q_ptr + (pid * G + head) * D + d, mask=d_ok, other=0.0).to(tl.float32),)
     keep, s = tl.exp(g)[:, None], -_expm1(g)[:, None]
-    K = keep * tl.load(k0_ptr + k_spot, mask=k_ok, other=0.0) + s * k[None, :]
-    V = keep * tl.load(v0_ptr + v_spot, mask=v_ok, other=0.0) + s * v[None, :]
-    tl.store(k1_ptr + k_spot, K, mask=k_ok)
+    K = keep * K + s * k[None, :]
+    V = keep * V + s * v[None, :]
+    tl.store(k1_ptr + k_spot, K, mask=k_ok & (d // (DP // PARTS) == part)[None, :])
     tl.store(v1_ptr + v_spot, V, mask=v_ok)
-    tl.store(kept1_ptr + pid * slots + m, kept, mask=m_ok)
+    tl.store(kept1_ptr + pid * slots + m, kept, mask=m_ok & (part + m * 0 == 0))
     z, iz = _mass(kept[None, :])
-    for head in range(0, G):
-        q = tl.load(q_ptr + (pid * G + head) * D + d, mask=d_ok, other=0.0).to(tl.float32)
-        U = scale * tl.sum(K * q[None, :], 1)[None, :]
+    for head in tl.static_range(G):
+        U = scale * tl.sum(K * queries[head][None, :], 1)[None, :]
         P = tl.reshape(_read(U, z, iz, m_ok, MASS), (M,))
         tl.store(o_ptr + (pid * G + head) * E + e, tl.sum(V * P[:, None], 0), mask=e_ok)
 
@@ -730,14 +738,14 @@ def _pad(n: int) -> int:
 class _Plan:
     """Sizes, tiles and segments of one call."""
 
-    def __init__(self, q, k, v, log_gate, cu_seqlens) -> None:
+    def __init__(self, q, k, v, log_gate, cu_seqlens, segment: int | None = None) -> None:
         B, self.T, self.HQ, self.D = q.shape
         self.H, self.E, self.M = k.shape[2], v.shape[3], log_gate.shape[3]
         self.group = self.HQ // self.H
         self.packed = cu_seqlens is not None
         self.exact = exact_pairs(q.dtype)
         self.dot = q.dtype if q.dtype == torch.bfloat16 else torch.float32  # of operands, and slots at rest
-        self.segment = SEGMENT
+        self.segment = segment or SEGMENT
         if self.packed:
             starts, stops, first = [], [], [0]
             for a, b in itertools.pairwise(cu_seqlens.tolist()):
@@ -770,6 +778,7 @@ class _Plan:
 
 
 # warps of a program, by kernel; nothing is tuned at run time
+DECODE = {"parts": None, "warps": 8}  # programs a key/value head; None: more of them where heads are few
 WARPS = {"own": 4, "forward": 8, "reads": 8, "backward": 8}
 
 
@@ -835,9 +844,13 @@ def forward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqle
 def _one_token(plan: _Plan, q, k, v, g, o, scale: float, mass: bool, k0, v0, kept0):
     """The slots after a token that follows a state; fills o."""
     after = tuple(torch.empty_like(x) for x in (k0, v0, kept0))
-    _decode[(q.shape[0] * plan.H,)](
+    programs = q.shape[0] * plan.H
+    parts = DECODE["parts"] or (4 if programs <= 32 else 2 if programs <= 128 else 1)
+    parts = min(parts, _pad(plan.E) // 16)
+    _decode[(programs, parts)](
         q, k, v, g, o, k0, v0, kept0, *after, scale, plan.D, plan.E, plan.M,
-        G=plan.group, DP=_pad(plan.D), EP=_pad(plan.E), M=_pad(plan.M), MASS=mass, num_warps=8,
+        G=plan.group, DP=_pad(plan.D), EP=_pad(plan.E) // parts, M=_pad(plan.M), MASS=mass, PARTS=parts,
+        num_warps=DECODE["warps"],
     )  # fmt: skip
     return after
 
