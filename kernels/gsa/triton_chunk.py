@@ -731,6 +731,11 @@ def exact_pairs(dtype: torch.dtype) -> bool:
     return dtype != torch.bfloat16
 
 
+def takes_exact(dtype: torch.dtype) -> bool:
+    """Whether a call of this dtype comes here, and not to triton_tiles.py."""
+    return exact_pairs(dtype)
+
+
 def _pad(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 

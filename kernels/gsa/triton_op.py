@@ -1,14 +1,12 @@
 """The Triton kernels as PyTorch operators: seen by autograd, torch.compile, autocast and CUDA graphs."""
 
-from types import ModuleType
-
 import torch
 
-from unsoftmax.kernels.gsa import triton_chunk, triton_tiles
 from unsoftmax.kernels.gsa.chunked import operand_dtype
 from unsoftmax.kernels.gsa.reference import GSAState
-
-TILED = True  # False: triton_chunk in bfloat16 too
+from unsoftmax.kernels.gsa.triton_chunk import backward, forward, takes_exact
+from unsoftmax.kernels.gsa.triton_tiles import backward as tiled_backward
+from unsoftmax.kernels.gsa.triton_tiles import forward as tiled_forward
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 Gradients = tuple[
@@ -42,11 +40,6 @@ def gsa_triton(
     return o.to(out), GSAState(*after)
 
 
-def _kernels(q: torch.Tensor) -> ModuleType:
-    """triton_tiles, which factors the gates of pairs, or triton_chunk, which multiplies them one by one."""
-    return triton_chunk if triton_chunk.exact_pairs(q.dtype) or not TILED else triton_tiles
-
-
 @torch.library.custom_op("unsoftmax::gsa", mutates_args=())
 def _gsa(
     q: torch.Tensor,
@@ -60,7 +53,8 @@ def _gsa(
     scale: float,
     mass: bool,
 ) -> Tensors:
-    return _kernels(q).forward(q, k, v, log_gate, scale, mass, k0, v0, kept0, cu_seqlens)
+    run = forward if takes_exact(q.dtype) else tiled_forward
+    return run(q, k, v, log_gate, scale, mass, k0, v0, kept0, cu_seqlens)
 
 
 @_gsa.register_fake
@@ -89,7 +83,8 @@ def _gsa_backward(
     dkept1: torch.Tensor | None,
 ) -> Gradients:
     inputs = q, k, v, log_gate, scale, mass, k0, v0, kept0, cu_seqlens
-    return _kernels(q).backward(*inputs, do, dk1, dv1, dkept1)
+    run = backward if takes_exact(q.dtype) else tiled_backward
+    return run(*inputs, do, dk1, dv1, dkept1)
 
 
 @_gsa_backward.register_fake
