@@ -8,6 +8,7 @@ that trust_remote_code can follow. This file is in the bundle too, and there it 
 from __future__ import annotations
 
 import ast
+import functools
 import importlib.util
 import json
 import os
@@ -29,6 +30,7 @@ def flat_name(module: str) -> str:
     return module.removeprefix(f"{PACKAGE}.").replace(".", "_")
 
 
+@functools.cache  # parsing takes a second
 def bundle() -> dict[str, str]:
     """File name to text, for every file that a converted model needs of ours.
 
