@@ -24,6 +24,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unsoftmax.kernels.polysketch import triton_block as block_kernels
+from unsoftmax.kernels.polysketch import triton_sketch as sketch_kernels
 from unsoftmax.kernels.polysketch.chunked import polysketch
 from unsoftmax.kernels.polysketch.sketch import LearnedSketch, append
 from unsoftmax.kernels.polysketch.triton_block import Plan, Tiles, plan
@@ -78,19 +79,31 @@ VARIANTS = {  # rows, keys, warps, stages
         *((64, 64, 8, 2), (64, 64, 4, 2), (128, 64, 8, 2), (64, 128, 8, 2)),
         *((64, 64, 8, 1), (32, 64, 4, 2), (32, 64, 8, 3)),
     ),
-    "states": (
-        *((0, 64, 4, 3), (0, 64, 4, 2), (0, 128, 4, 2), (0, 128, 8, 2)),
-        *((0, 64, 8, 3), (0, 32, 4, 4), (0, 64, 2, 3)),
-    ),
+    "states": ((128, 64, 4, 3), (64, 64, 4, 3), (64, 128, 4, 2), (128, 128, 8, 2), (64, 64, 4, 2)),
+    "sinks": ((64, 16, 4, 3), (32, 16, 4, 2), (128, 16, 4, 2), (128, 16, 8, 2)),
 }
-SOFT_TILES = {  # tried in a quick run too
-    "forward": ((64, 32, 4, 3), (128, 32, 8, 3)),
-    "queries": ((64, 32, 4, 3), (128, 32, 8, 2)),
-    "keys": ((32, 32, 4, 2), (64, 32, 4, 2), (128, 32, 4, 2), (128, 32, 8, 2)),
+VARIANTS["gradients"] = VARIANTS["states"]
+TRIED = {  # in a quick run: by whether near weights are softmax
+    False: {
+        "forward": ((64, 32, 4, 3),),
+        "queries": ((64, 32, 4, 3), (64, 32, 4, 2)),
+        "keys": ((32, 64, 4, 2), (64, 64, 4, 2)),
+        "states": VARIANTS["states"],
+        "gradients": VARIANTS["states"],
+    },
+    True: {
+        "forward": ((64, 32, 4, 3),),
+        "queries": ((64, 32, 4, 3), (64, 32, 4, 2)),
+        "keys": ((32, 64, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2)),
+        "sinks": VARIANTS["sinks"],
+    },
+}
+SKETCH_TILES = {  # tokens, warps, stages
+    "forward": ((128, 4, 2), (64, 4, 2), (128, 8, 2)),
+    "backward": ((32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2)),
 }
 WHOLE = ((32, 256), (16, 256), (64, 256), (32, 512), (64, 512), (64, 1024))  # r, block
 SHORT = WHOLE[:3]
-VARIANTS["gradients"] = VARIANTS["states"]
 
 
 def dense(q, k, v, phi_q, phi_k, offset, block, degree, normaliser, window, sinks):
@@ -269,11 +282,11 @@ def runners(B, T, r, block, soft=False):
         by_query(
             block_kernels._queries, cut,
             q, k, v, phi_q, phi_k, offset, S, z, center, o, den, den, do,
-            dq, dphi_q, offset_rows, lift_rows, delta, more, None, None, T, n,
+            dq, dphi_q, offset_rows, lift_rows, delta, more, None, None, T, n, 0.0,
         )  # fmt: skip
 
     def keys(cut):
-        options = shape.query_tiles(cut)
+        options = shape.key_tiles(cut)
         block_kernels._keys[(triton.cdiv(T, options["BN"]), shape.H, B)](
             q, k, v, far_v, phi_q, phi_k, offset, S, z, den, den, delta, do, *sinks,
             dk, dv, dphi_k, None, None, T, n, spans, SPAN=block_kernels.SPAN, **options,
@@ -285,7 +298,11 @@ def runners(B, T, r, block, soft=False):
     def gradients(cut):
         block_kernels._sum_states(phi_q, do, den, delta, None, shape, cut)
 
-    return {"forward": forward, "queries": queries, "keys": keys, "states": states, "gradients": gradients}
+    def sums_of_sinks(cut):
+        block_kernels._sink_gradients(q, k, v, offset, den, delta, do, None, shape, cut)
+
+    found = {"forward": forward, "queries": queries, "keys": keys, "states": states, "gradients": gradients}
+    return found | ({"sinks": sums_of_sinks} if soft else {})
 
 
 def bench(run, rep=60) -> float:
@@ -297,20 +314,36 @@ def variants(result: dict) -> Plan:
     best = {}
     for r, soft in ((32, False), (32, True), (16, False), (64, False)):
         launch = runners(1, 32768, r, 256, soft)
-        for kernel, cuts in VARIANTS.items():
-            times = {}
-            for cut in cuts if r == 32 else [best[kernel]]:
-                try:
-                    times[str(tuple(cut))] = bench(functools.partial(launch[kernel], Tiles(*cut)))
-                except Exception as error:
-                    times[str(tuple(cut))] = float("inf")
-                    print(f"{kernel} {cut}: {type(error).__name__} {str(error)[:200]}", flush=True)
-            if r == 32 and not soft:
-                best[kernel] = cuts[min(range(len(cuts)), key=lambda i: times[str(cuts[i])])]
-            label = f"r {r} {'softmax ' * soft}{kernel}"
-            print(f"{label}: " + "  ".join(f"{c} {t:.3f}" for c, t in times.items()), flush=True)
-            result[label] = times
+        for kernel, run in launch.items():
+            cuts = VARIANTS[kernel] if r == 32 else [best[kernel]]
+            times = compare(result, f"r {r} {'softmax ' * soft}{kernel}", run, cuts)
+            if kernel not in best:
+                best[kernel] = min(cuts, key=times.__getitem__)
     return Plan(**{kernel: Tiles(*cut) for kernel, cut in best.items()})
+
+
+def compare(result: dict, label: str, run, cuts) -> dict:
+    """Times of one kernel by its tiles, in ms."""
+    times = {}
+    for cut in cuts:
+        try:
+            times[cut] = bench(functools.partial(run, Tiles(*cut)))
+        except Exception as error:
+            times[cut] = float("inf")
+            print(f"{label} {cut}: {type(error).__name__} {str(error)[:200]}", flush=True)
+    print(f"{label}: " + "  ".join(f"{tuple(c)} {t:.3f}" for c, t in times.items()), flush=True)
+    result[label] = {str(tuple(c)): t for c, t in times.items()}
+    return times
+
+
+def quick_variants(result: dict) -> None:
+    """The tiles in question, and what the kernels of other sketch sizes take as shipped."""
+    shipped = plan(torch.bfloat16, 128)._asdict()
+    for r, soft in ((32, False), (32, True), (16, False), (64, False)):
+        for kernel, run in runners(1, 32768, r, 256, soft).items():
+            cuts = TRIED[soft].get(kernel, ()) if r == 32 else (shipped[kernel],)
+            if cuts and (r != 16 or kernel in ("states", "gradients")):
+                compare(result, f"r {r} {'softmax ' * soft}{kernel}", run, cuts)
 
 
 def both(run, leaves) -> tuple[float, float, float]:
@@ -426,12 +459,38 @@ def learned_sketch(result: dict, quick: bool) -> None:
         row(result, f"polysketch r {r} 1x32768 with sketch", whole, leaves)
 
 
+def sketch_runners(T: int, r: int) -> dict:
+    """The sketch's two kernels on queries, without the small tensors around them."""
+    x, dphi = (torch.randn(1, T, 32, size, device="cuda", dtype=torch.bfloat16) for size in (128, r))
+    W = torch.randn(32, 2, 128, r, device="cuda", dtype=torch.bfloat16)
+    bias = torch.randn(32, 2, r, device="cuda")
+    return {
+        "forward": lambda: sketch_kernels._sketch_op(x, W, bias, None),
+        "backward": lambda: sketch_kernels._sketch_backward_op(x, W, bias, None, dphi, None),
+    }
+
+
+def sketch_variants(result: dict) -> None:
+    launch, shipped = sketch_runners(32768, 32), dict(sketch_kernels.TILES)
+    for kernel, cuts in SKETCH_TILES.items():
+        times = {}
+        for cut in cuts:
+            sketch_kernels.TILES[kernel] = cut
+            times[str(cut)] = bench(launch[kernel])
+        sketch_kernels.TILES.update(shipped)
+        print(f"sketch {kernel}: " + "  ".join(f"{c} {t:.3f}" for c, t in times.items()), flush=True)
+        result[f"sketch {kernel}"] = times
+
+
 def warm(part: int, parts: int, quick: bool, tiles: bool) -> None:
     """Compiles this process's share of everything, by running it small."""
     different = {case[2:]: case for case in (QUICK if quick else CASES)}  # kernels do not depend on T
     jobs = [("case", case, dtype) for dtype in CAPS for case in different.values()]
     if quick:
-        jobs += [("soft tiles", kernel, cut) for kernel, cuts in SOFT_TILES.items() for cut in cuts]
+        jobs += [
+            (soft, kernel, cut) for soft in TRIED for kernel in TRIED[soft] for cut in TRIED[soft][kernel]
+        ]
+    jobs += [("sketch", kernel, cut) for kernel, cuts in SKETCH_TILES.items() for cut in cuts]
     if tiles:
         jobs += [("tiles", kernel, cut) for kernel, cuts in VARIANTS.items() for cut in cuts]
     jobs += [("whole", r, block) for r, block in (SHORT if quick else WHOLE)]
@@ -439,11 +498,16 @@ def warm(part: int, parts: int, quick: bool, tiles: bool) -> None:
         try:
             if kind == "case":
                 check(a, b)
-            elif kind == "soft tiles":
-                runners(1, 512, 32, 256, True)[a](Tiles(*b))
+            elif kind == "sketch":
+                sketch_kernels.TILES[a] = b
+                for run in sketch_runners(512, 32).values():
+                    run()
             elif kind == "tiles":
                 for soft in (False, True):
-                    runners(1, 512, 32, 256, soft)[a](Tiles(*b))
+                    if a in (launch := runners(1, 512, 32, 256, soft)):
+                        launch[a](Tiles(*b))
+            elif isinstance(kind, bool):
+                runners(1, 512, 32, 256, kind)[a](Tiles(*b))
             else:
                 leaves = [x.requires_grad_() for x in inputs(1, 2 * b, r=a, dtype=torch.bfloat16, **MISTRAL)]
                 polysketch(*leaves, block=b, offset=torch.rand(32, device="cuda"))[0].sum().backward()
@@ -489,11 +553,8 @@ def main() -> None:
             fastest if dtype == torch.bfloat16 and widest == 128 else shipped(dtype, widest)
         )
     if arguments.quick:
-        launch = runners(1, 32768, 32, 256, True)
-        for kernel, cuts in SOFT_TILES.items():
-            times = {str(cut): bench(functools.partial(launch[kernel], Tiles(*cut))) for cut in cuts}
-            print(f"softmax {kernel}: " + "  ".join(f"{c} {t:.3f}" for c, t in times.items()), flush=True)
-            result[f"softmax {kernel}"] = times
+        quick_variants(result)
+    sketch_variants(result)
     operations(result, arguments.quick)
     print(f"total {time.perf_counter() - start:.0f} s")
     if arguments.out:

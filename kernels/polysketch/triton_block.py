@@ -31,6 +31,7 @@ The segments start with the document, so that how sums are rounded never depends
 atomics: the same input gives the same bits.
 
 Kernels   _states   S or R within segments, and each segment's total
+          _masses   its ones column
           _join     adds the other segments' totals
           _forward  o and den
           _queries  dq, dphi_q, the rows of doffset and dlift, and do . o
@@ -49,12 +50,12 @@ try:
 except ImportError as error:  # a build of torch without GPUs
     raise ImportError("the PolySketch kernels need triton") from error
 
-from unsoftmax.kernels.polysketch.sketch import TILE, features, num_features
+from unsoftmax.kernels.polysketch.sketch import TILE, num_features
 
 OPS = re.sub(r"\W", "_", __name__)  # a copy in a checkpoint's folder registers its own
 CHUNK = 256  # tokens between two states, or one block when that is longer
 EARLY = 16  # values whose mean is the center: no more than a block
-SEGMENT = tl.constexpr(16)  # chunks whose states one program sums
+SEGMENT = tl.constexpr(8)  # chunks whose states one program sums
 SIDE = tl.constexpr(TILE)
 PAIR = tl.constexpr(TILE * TILE)
 EXACT = tl.constexpr("tf32x3")  # float32 operands in three parts; plain float32 dots spill by kilobytes
@@ -96,15 +97,23 @@ def _slice(phi, row, live, index, R: tl.constexpr):
 
 
 @triton.jit
-def _matrix(z, R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr):
-    """U [BR, BR] of the sums z: phi . U phi is the far mass of phi."""
+def _places_of_sums(R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr):
+    """Where z has the sum of coordinates i and j, [BR, BR], and whether it does: for slices a <= b."""
     i = tl.arange(0, BR)[:, None]
     j = tl.arange(0, BR)[None, :]
     a = i // SIDE
     b = j // SIDE
     at = (a * SLICES - a * (a - 1) // 2 + b - a) * PAIR + (i % SIDE) * SIDE + j % SIDE
-    U = tl.load(z + at, mask=(b >= a) & (i < R) & (j < R), other=0.0)
-    return U, tl.sum(tl.where(i == j, U, 0.0))
+    return at, (b >= a) & (i < R) & (j < R)
+
+
+@triton.jit
+def _matrix(z, R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr):
+    """U [BR, BR] of the sums z: phi . U phi is the far mass of phi."""
+    at, stored = _places_of_sums(R, SLICES, BR)
+    U = tl.load(z + at, mask=stored, other=0.0)
+    i = tl.arange(0, BR)
+    return U, tl.sum(tl.where(i[:, None] == i[None, :], U, 0.0))
 
 
 @triton.jit
@@ -146,84 +155,151 @@ def _document(table, places, index, batch, T, n):
         return doc, start, length, base, count, tl.load(places + 2 * index + 2)
 
 
+@triton.jit
+def _pair_features(phi, row, live, p, factor, R: tl.constexpr, SLICES: tl.constexpr, ROWS: tl.constexpr):
+    """Features of pair p of the sketches in the rows given, times factor [ROWS] or the keys' weight."""
+    a, b, weight = _pair(p, SLICES)
+    left = _slice(phi, row, live, a, R)
+    if factor is not None:
+        left = left * factor[:, None]
+    else:
+        left = left * weight
+    return _outer(left, _slice(phi, row, live, b, R), ROWS)
+
+
+@triton.jit
+def _chunk_rows(
+    block, m, origin, T, h, HEADS: tl.constexpr, GROUP: tl.constexpr, CHUNK: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, REVERSE: tl.constexpr,
+):  # fmt: skip
+    """Rows m of a chunk of keys, or of the queries that see up to there: the row, and whether it counts.
+
+    Keys count from FIRST on until the open block's window; queries lie W - C tokens late.
+    """
+    token = block * CHUNK + m // GROUP
+    if REVERSE:
+        token += W - C
+        real = token < T
+    else:
+        real = (token >= FIRST) & (token < T // C * C - (W - C))
+    return (origin + token) * HEADS + h * GROUP + m % GROUP, real
+
+
 @triton.jit(do_not_specialize=["T", "n"])
 def _states(
-    phi, x, scale, delta, S, z, totals, ztotals, table, places, T, n,
+    phi, x, scale, S, totals, table, places, T, n,
     HEADS: tl.constexpr, GROUP: tl.constexpr, E: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr,
-    FIRST: tl.constexpr, SHIFT: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr,
-    REVERSE: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
+    C: tl.constexpr, W: tl.constexpr, FIRST: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr,
+    REVERSE: tl.constexpr, TWO: tl.constexpr, BC: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
-    """Sums of features(phi) [x, 1] over the chunks before each chunk of a segment, or after it (REVERSE).
+    """Sums of features(phi) x over the chunks before each chunk of a segment, or after it (REVERSE).
 
-    Grid     (pairs x E tiles, segments, B x H); the first runs fastest, so that a segment's x stays in L2.
-    Reads    phi [B, T, HEADS, R] and x [B, T, HEADS, E], GROUP heads a state, from token FIRST on; chunks lie
-             SHIFT tokens late. For REVERSE scale and delta [B, T, HEADS]: features times scale meet x = do
-             and, for the ones column, - delta.
-    Writes   S [B, n, H, F, E] in x's dtype, z [B, n, H, F] float32, totals [B, segments, H, F, E] and
-             ztotals [B, segments, H, F] float32. Forward sums leave out the last chunk.
-    Tiles    float32 [PAIR, BE] in registers; BC rows at a time.
+    Grid     (pairs, or twos of pairs, x E tiles; segments; B x H); the first runs fastest, so that a
+             segment's x stays in L2.
+    Reads    phi [B, T, HEADS, R] and x [B, T, HEADS, E], GROUP heads a state. For REVERSE scale
+             [B, T, HEADS], a factor on features.
+    Writes   S [B, n, H, F, E] in x's dtype and totals [B, segments, H, F, E] float32.
+    Tiles    float32 [PAIR, BE] in registers, one or two; BC rows at a time. Each thread builds whole features
+             of its rows.
     """
     H: tl.constexpr = HEADS // GROUP
     F: tl.constexpr = PAIRS * PAIR
-    p = tl.program_id(0) % PAIRS
-    e0 = tl.program_id(0) // PAIRS * BE
+    TURNS: tl.constexpr = PAIRS // 2 if TWO else PAIRS
+    p = tl.program_id(0) % TURNS
+    if TWO:
+        p = 2 * p
+    e = tl.program_id(0) // TURNS * BE + tl.arange(0, BE)
     batch = (tl.program_id(2) // H).to(tl.int64)
     h = tl.program_id(2) % H
     _doc, origin, T, base, n, segment = _document(table, places, tl.program_id(1), batch, T, n)
     if table is not None:  # noqa: SIM102
         if segment * SEGMENT >= n:
             return
-    a, b, weight = _pair(p, SLICES)
-    if REVERSE:
-        weight = 1
     f = p * PAIR + tl.arange(0, PAIR)
-    e = e0 + tl.arange(0, BE)
-    c = tl.arange(0, SIDE)[:, None]
+    at = f[:, None] * E + e[None, :]
+    inside = (e < E)[None, :]
     acc = tl.zeros((PAIR, BE), tl.float32)
-    sums = tl.zeros((PAIR,), tl.float32)
+    second = tl.zeros((PAIR, BE), tl.float32)
     first = segment * SEGMENT
     count = tl.minimum(n - first, SEGMENT)
     for i in range(count):
         block = first + i
         if REVERSE:
             block = first + count - 1 - i
-        slot = (base + block) * H + h
-        tl.store(
-            S + slot * F * E + f[:, None] * E + e[None, :], acc.to(S.dtype.element_ty), mask=(e < E)[None, :]
-        )
-        if e0 == 0:
-            tl.store(z + slot * F + f, sums)
-        rows = CHUNK * GROUP
-        if not REVERSE:
-            rows = tl.where(block + 1 < n, CHUNK * GROUP, 0)
-        for m0 in range(0, rows, BC):
+        state = S + ((base + block) * H + h) * F * E + at
+        tl.store(state, acc.to(S.dtype.element_ty), mask=inside)
+        if TWO:
+            tl.store(state + PAIR * E, second.to(S.dtype.element_ty), mask=inside)
+        for m0 in range(0, CHUNK * GROUP, BC):
             m = m0 + tl.arange(0, BC)
-            token = block * CHUNK + SHIFT + m // GROUP
-            real = (token >= FIRST) & (token < T)
-            row = (origin + token) * HEADS + h * GROUP + m % GROUP
-            left = tl.load(phi + row[None, :] * R + a * SIDE + c, mask=real[None, :], other=0.0).to(
-                tl.float32
-            )
-            right = tl.load(phi + row[None, :] * R + b * SIDE + c, mask=real[None, :], other=0.0).to(
-                tl.float32
-            )
+            row, real = _chunk_rows(block, m, origin, T, h, HEADS, GROUP, CHUNK, C, W, FIRST, REVERSE)
+            factor = None
             if REVERSE:
-                right = right * tl.load(scale + row, mask=real, other=0.0)[None, :]
-            else:
-                right = right * weight
-            features = tl.reshape(left[:, None, :] * right[None, :, :], (PAIR, BC))
+                factor = tl.load(scale + row, mask=real, other=0.0)
+            tile = tl.load(x + row[:, None] * E + e[None, :], mask=real[:, None] & inside, other=0.0)
+            rows = _pair_features(phi, row, real, p, factor, R, SLICES, BC)
+            acc = tl.dot(tl.trans(rows.to(tile.dtype)), tile, acc, input_precision=EXACT)
+            if TWO:
+                rows = _pair_features(phi, row, real, p + 1, factor, R, SLICES, BC)
+                second = tl.dot(tl.trans(rows.to(tile.dtype)), tile, second, input_precision=EXACT)
+    total = totals + ((batch * tl.num_programs(1) + tl.program_id(1)) * H + h) * F * E + at
+    tl.store(total, acc, mask=inside)
+    if TWO:
+        tl.store(total + PAIR * E, second, mask=inside)
+
+
+@triton.jit(do_not_specialize=["T", "n"])
+def _masses(
+    phi, scale, delta, z, ztotals, table, places, T, n,
+    HEADS: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
+    W: tl.constexpr, FIRST: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, REVERSE: tl.constexpr,
+    BC: tl.constexpr, BR: tl.constexpr,
+):  # fmt: skip
+    """The ones column of _states, in float32: z [B, n, H, F] and ztotals [B, segments, H, F].
+
+    Grid     (segments, B x H). The sums are phi^T phi [BR, BR], whose products are exact in 16 bits too; for
+             REVERSE phi^T (phi times - scale delta), the right side in two parts.
+    """
+    H: tl.constexpr = HEADS // GROUP
+    F: tl.constexpr = PAIRS * PAIR
+    batch = (tl.program_id(1) // H).to(tl.int64)
+    h = tl.program_id(1) % H
+    _doc, origin, T, base, n, segment = _document(table, places, tl.program_id(0), batch, T, n)
+    if table is not None:  # noqa: SIM102
+        if segment * SEGMENT >= n:
+            return
+    at, stored = _places_of_sums(R, SLICES, BR)
+    weight = 1.0
+    if not REVERSE:
+        weight = 2.0
+    sums = tl.zeros((BR, BR), tl.float32)
+    first = segment * SEGMENT
+    count = tl.minimum(n - first, SEGMENT)
+    i = tl.arange(0, BR)
+    weight = tl.where(i[:, None] // SIDE == i[None, :] // SIDE, 1.0, weight)
+    for step in range(count):
+        block = first + step
+        if REVERSE:
+            block = first + count - 1 - step
+        tl.store(z + ((base + block) * H + h) * F + at, sums * weight, mask=stored)
+        own = tl.zeros((BR, BR), tl.float32)
+        for m0 in range(0, CHUNK * GROUP, BC):
+            m = m0 + tl.arange(0, BC)
+            row, real = _chunk_rows(block, m, origin, T, h, HEADS, GROUP, CHUNK, C, W, FIRST, REVERSE)
+            rows = _load(phi, row, real, R, BR)
             if REVERSE:
-                sums -= tl.sum(features * tl.load(delta + row, mask=real, other=0.0)[None, :], 1)
+                factor = tl.load(scale + row, mask=real, other=0.0)
+                factor = factor * tl.load(delta + row, mask=real, other=0.0)
+                wide = rows.to(tl.float32) * -factor[:, None]
+                high = wide.to(rows.dtype)
+                own = tl.dot(tl.trans(rows), high, own, input_precision=EXACT)
+                if rows.dtype != tl.float32:
+                    own = tl.dot(tl.trans(rows), (wide - high.to(tl.float32)).to(rows.dtype), own)
             else:
-                sums += tl.sum(features, 1)
-            tile = tl.load(
-                x + row[:, None] * E + e[None, :], mask=real[:, None] & (e < E)[None, :], other=0.0
-            )
-            acc = tl.dot(features.to(tile.dtype), tile, acc, input_precision=EXACT)
-    slot = (batch * tl.num_programs(1) + tl.program_id(1)) * H + h
-    tl.store(totals + slot * F * E + f[:, None] * E + e[None, :], acc, mask=(e < E)[None, :])
-    if e0 == 0:
-        tl.store(ztotals + slot * F + f, sums)
+                own = tl.dot(tl.trans(rows), rows, own, input_precision=EXACT)
+        sums += own
+    slot = (batch * tl.num_programs(0) + tl.program_id(0)) * H + h
+    tl.store(ztotals + slot * F + at, sums * weight, mask=stored)
 
 
 @triton.jit(do_not_specialize=["n", "segments", "H"])
@@ -410,21 +486,48 @@ def _forward(
 
 
 @triton.jit
-def _near_gradient(x, y, u, g, dot, near, allowed, shift, DEGREE: tl.constexpr, SOFT: tl.constexpr):
-    """Gradients of a tile's scores."""
+def _near_gradient(
+    acc, whole, even, slope, climb, x, y, u, g, dot, near, allowed, shift,
+    DEGREE: tl.constexpr, SOFT: tl.constexpr, OFFSET: tl.constexpr,
+):  # fmt: skip
+    """Adds a tile's gradient of queries to acc, and to the rows' sums: see _settle."""
     s = tl.dot(x, tl.trans(y), input_precision=EXACT)
     dw = tl.dot(g, tl.trans(u), input_precision=EXACT) - dot[:, None]
     if SOFT:
-        ds = tl.exp(s - near[:, None]) * dw
+        w = tl.where(allowed, tl.exp(s - near[:, None]), 0.0)
+        ds = w * dw
+        whole += tl.sum(w, 1)
+        even += tl.sum(ds, 1)
     else:
-        ds = DEGREE * _odd_power(s + shift[:, None], DEGREE) * (near[:, None] * dw)
-    return tl.where(allowed, ds, 0.0)
+        s += shift[:, None]
+        power = tl.where(allowed, _odd_power(s, DEGREE) * near[:, None], 0.0)
+        ds = DEGREE * power * dw
+        if OFFSET:
+            w = power * s
+            whole += tl.sum(w, 1)
+            even += tl.sum(w * dw, 1)
+            slope += DEGREE * tl.sum(power, 1)
+            climb += tl.sum(ds, 1)
+    return tl.dot(ds.to(y.dtype), y, acc, input_precision=EXACT), whole, even, slope, climb
 
 
-@triton.jit(do_not_specialize=["T", "n"])
+@triton.jit
+def _settle(whole, even, dot, none):
+    """What delta = do . o lacks because o and the weights in den are rounded; and 1 over the shares' sum.
+
+    Shares p of weights sum to 1 - none, and p (do . v - delta) to none delta, where none is the normaliser's
+    share: what the sums, in float32, differ by is the rounding. It matters for scalars a head or row, whose
+    gradients are sums over many keys of both signs.
+    """
+    total = whole + none
+    inverse = tl.where(total > 0, 1 / total, 0.0)
+    return (even - dot * none) * inverse, inverse
+
+
+@triton.jit(do_not_specialize=["T", "n", "normaliser"])
 def _queries(
     q, k, v, phi_q, phi_k, offset, S, z, center, o, near_row, far_row, do,
-    dq, dphi_q, doffset, dlift, delta, far_delta, table, places, T, n,
+    dq, dphi_q, doffset, dlift, delta, far_delta, table, places, T, n, normaliser,
     HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, R: tl.constexpr,
     C: tl.constexpr, W: tl.constexpr, CHUNK: tl.constexpr, SINKS: tl.constexpr, SOFT: tl.constexpr,
     DEGREE: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, STACK: tl.constexpr,
@@ -457,36 +560,38 @@ def _queries(
     dot = tl.sum(g.to(tl.float32) * _load(o, row, real, E, BE).to(tl.float32), 1)
     middle = tl.load(center + (doc * H + h) * E + e, mask=e < E, other=0.0).to(tl.float32)
     far_dot = dot - tl.sum(g.to(tl.float32) * middle[None, :], 1)
-    tl.store(delta + row, dot, mask=real)
-    tl.store(far_delta + row, far_dot, mask=real)
     near = tl.load(near_row + row, mask=real, other=0.0)
     shift = tl.zeros((BM,), tl.float32)
     if offset is not None:
         shift = tl.load(offset + head)
     x = _load(q, row, real, D, BD)
     acc = tl.zeros((BM, BD), tl.float32)
-    sums = tl.zeros((BM,), tl.float32)
+    OFFSET: tl.constexpr = offset is not None
+    whole = tl.zeros((BM,), tl.float32)
+    even = tl.zeros((BM,), tl.float32)
+    slope = tl.zeros((BM,), tl.float32)
+    climb = tl.zeros((BM,), tl.float32)
     if SINKS > 0:  # noqa: SIM102, since only the first is known to the compiler
         if start > 0:
             j = tl.arange(0, 16)
             key = (origin + j) * H + h
             here = (j < SINKS) & (j < start)
             y, u = _load(k, key, here, D, BD), _load(v, key, here, E, BE)
-            ds = _near_gradient(x, y, u, g, dot, near, here[None, :], shift, DEGREE, SOFT)
-            if offset is not None:
-                sums += tl.sum(ds, 1)
-            acc = tl.dot(ds.to(y.dtype), y, acc, input_precision=EXACT)
+            acc, whole, even, slope, climb = _near_gradient(
+                acc, whole, even, slope, climb, x, y, u, g, dot, near, here[None, :], shift,
+                DEGREE, SOFT, OFFSET,
+            )  # fmt: skip
     for j0 in range(start, tl.minimum(t0 + TOKENS, T), BN):
         j = j0 + tl.arange(0, BN)
         key = (origin + j) * H + h
         y, u = _load(k, key, j < T, D, BD), _load(v, key, j < T, E, BE)
-        ds = _near_gradient(x, y, u, g, dot, near, j[None, :] <= token[:, None], shift, DEGREE, SOFT)
-        if offset is not None:
-            sums += tl.sum(ds, 1)
-        acc = tl.dot(ds.to(y.dtype), y, acc, input_precision=EXACT)
+        acc, whole, even, slope, climb = _near_gradient(
+            acc, whole, even, slope, climb, x, y, u, g, dot, near, j[None, :] <= token[:, None], shift,
+            DEGREE, SOFT, OFFSET,
+        )  # fmt: skip
     _save(dq, row, real, acc, D, BD)
-    if offset is not None:
-        tl.store(doffset + row, sums, mask=real)
+    share = tl.zeros((BM,), tl.float32)  # of far keys
+    gain = tl.zeros((BM,), tl.float32)  # their p (do . v - delta)
     scale = tl.load(far_row + row, mask=real, other=0.0)
     direct = tl.zeros((BM, BR), tl.float32)
     if CHUNK > C or W > C:
@@ -497,6 +602,9 @@ def _queries(
             y, u = _load(phi_k, key, j >= SINKS, R, BR), _load(v, key, j >= SINKS, E, BE)
             s = tl.dot(phi, tl.trans(y), input_precision=EXACT)
             dw = tl.dot(g, tl.trans(u), input_precision=EXACT) - dot[:, None]
+            w = s * (scale[:, None] * s)
+            share += tl.sum(w, 1)
+            gain += tl.sum(w * dw, 1)
             ds = 2 * s * (scale[:, None] * dw)
             direct = tl.dot(ds.to(y.dtype), y, direct, input_precision=EXACT)
     ROUND: tl.constexpr = BR // SIDE
@@ -504,10 +612,11 @@ def _queries(
     grad = tl.zeros((BM, ROUND, SIDE), tl.float32)
     if chunk > 0:
         slot = (base + chunk) * H + h
-        _far, live = _far_mass(_load(phi_q, row, real, R, BR), z + slot * F, R, SLICES, BR)
+        far, live = _far_mass(_load(phi_q, row, real, R, BR), z + slot * F, R, SLICES, BR)
         live = live & real
         f = tl.arange(0, PAIR)
         scale = tl.where(live, scale, 0.0)
+        share += far * scale
         for p in range(PAIRS):
             a, b, _weight = _pair(p, SLICES)
             state = _load(S, slot * F + p * PAIR + f, f >= 0, E, BE)
@@ -521,12 +630,23 @@ def _queries(
             grad += tl.where((which == a)[None, :, None], dleft[:, None, :], 0.0)
             grad += tl.where((which == b)[None, :, None], dright[:, None, :], 0.0)
     total = tl.reshape(grad, (BM, BR))
+    if SOFT or OFFSET:  # a far weight is a square of phi_q
+        gain += tl.sum(total * _load(phi_q, row, real, R, BR).to(tl.float32), 1) / 2
+        none = normaliser * near
+        if SOFT:
+            none = normaliser * tl.exp(tl.minimum(-near, 80.0))
+        lack, inverse = _settle(whole + share, even + gain, dot, none)
+        if OFFSET:
+            tl.store(doffset + row, (climb - lack * slope) * inverse, mask=real)
+        if SOFT:
+            tl.store(dlift + row, (gain - lack * share) * inverse, mask=real)
+        dot += lack
+        far_dot += lack
+    tl.store(delta + row, dot, mask=real)
+    tl.store(far_delta + row, far_dot, mask=real)
     if CHUNK > C or W > C:
         total += direct
     _save(dphi_q, row, real, total, R, BR)
-    if SOFT:  # a far weight is a square of phi_q, exp(lift) a factor
-        wide = _load(phi_q, row, real, R, BR).to(tl.float32)
-        tl.store(dlift + row, tl.sum(total * wide, 1) / 2, mask=real)
 
 
 @triton.jit
@@ -595,6 +715,12 @@ def _sinks(
     _save(dv, slot, j < SINKS, gv, E, BE)
 
 
+@triton.jit
+def _apart(token, j, C: tl.constexpr, W: tl.constexpr):
+    """Which keys j the window of tokens has passed, [keys, tokens]."""
+    return (token // C)[None, :] - (j // C)[:, None] >= W // C
+
+
 @triton.jit(do_not_specialize=["T", "n", "spans"])
 def _keys(
     q, k, v, far_v, phi_q, phi_k, offset, S, z, near_row, far_row, delta, do, sink_dk, sink_dv, first_span,
@@ -608,7 +734,8 @@ def _keys(
 
     Grid (tiles of BN keys, H, B). First the far part; then, BM / STACK tokens of STACK heads at a time, the
     queries of the chunk whose window has passed and those whose window holds the tile. sink_dk and sink_dv
-    are what _sinks found; first_span [N] has where a document's spans start, None for `spans` a row.
+    are what _sinks found; first_span [N] has where a document's spans start, None for `spans` a row. A tile
+    lies in one chunk, and may touch several blocks.
     """
     F: tl.constexpr = PAIRS * PAIR
     TOKENS: tl.constexpr = BM // STACK
@@ -619,7 +746,8 @@ def _keys(
     if table is not None:  # noqa: SIM102
         if j0 >= T:
             return
-    passed = (j0 // C + W // C) * C  # the first token that does not see the tile as near
+    passed = (j0 // C + W // C) * C  # the first token that sees keys of the tile as far
+    gone = ((j0 + BN - 1) // C + W // C) * C  # the first that sees none of them as near
     away = (j0 // CHUNK + 1) * CHUNK + W - C  # the first that sees it through a state
     h = tl.program_id(1)
     j = j0 + tl.arange(0, BN)
@@ -662,6 +790,8 @@ def _keys(
             scale = tl.load(far_row + row, mask=here, other=0.0)
             dot = tl.load(delta + row, mask=here, other=0.0)
             s = tl.dot(phi, tl.trans(x), input_precision=EXACT)
+            if C % BN:
+                s = tl.where(_apart(token, j, C, W), s, 0.0)
             dw = tl.dot(u, tl.trans(g), input_precision=EXACT) - dot[None, :]
             s_scaled = s * scale[None, :]
             gv = tl.dot((s * s_scaled).to(g.dtype), g, gv, input_precision=EXACT)
@@ -679,7 +809,7 @@ def _keys(
             gk += _load(sink_dk, sink, j < SINKS, D, BD)
             gv += _load(sink_dv, sink, j < SINKS, E, BE)
     start = j0 // TOKENS * TOKENS
-    turns = tl.cdiv(tl.minimum(passed, T) - start, TOKENS) * TURNS
+    turns = tl.cdiv(tl.minimum(gone, T) - start, TOKENS) * TURNS
     for i in range(turns):
         token = start + i // TURNS * TOKENS + m // STACK
         head = (h * TURNS + i % TURNS) * STACK + m % STACK
@@ -692,13 +822,15 @@ def _keys(
         if offset is not None:
             shift = tl.load(offset + head)
         allowed = (j[:, None] <= token[None, :]) & here[None, :]
+        if C % BN:
+            allowed = allowed & ~_apart(token, j, C, W)
         gk, gv = _queries_near(gk, gv, y, u, x, g, near, dot, shift, allowed, DEGREE, SOFT)
     _save(dk, key, real, gk, D, BD)
     _save(dv, key, real, gv, E, BE)
 
 
 class Tiles(NamedTuple):
-    """How one kernel is cut: rows of queries, keys (for _states: rows a step), warps, loads in flight."""
+    """How one kernel is cut: rows of queries (_states: features), keys a step, warps, loads in flight."""
 
     rows: int
     keys: int
@@ -714,24 +846,27 @@ class Plan(NamedTuple):
     keys: Tiles
     states: Tiles
     gradients: Tiles  # _states in reverse
+    sinks: Tiles
 
 
 def plan(dtype: torch.dtype, widest: int) -> Plan:
     """The tiles for operands of dtype and heads of at most `widest` numbers."""
     if dtype == torch.float32:
         size = 32 if widest <= 128 else 16
-        small, sums = Tiles(size, size, 8, 1), Tiles(0, 32, 4, 1)
-        return Plan(small, small, small, sums, sums)
+        small, sums = Tiles(size, size, 8, 1), Tiles(64, 32, 4, 1)
+        return Plan(small, small, small, sums, sums, small)
     if widest > 128:
         return Plan(
             Tiles(64, 64, 8, 1),
             Tiles(64, 32, 8, 1),
             Tiles(32, 64, 8, 1),
-            Tiles(0, 32, 4, 2),
-            Tiles(0, 32, 4, 2),
+            Tiles(64, 64, 4, 2),
+            Tiles(64, 64, 4, 2),
+            Tiles(32, 16, 4, 2),
         )
-    return Plan(  # the fastest on an H200
-        Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 2), Tiles(0, 32, 4, 4), Tiles(0, 32, 4, 4)
+    sums = Tiles(128, 64, 4, 3)
+    return Plan(
+        Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 2), sums, sums, Tiles(64, 16, 4, 3)
     )
 
 
@@ -811,6 +946,30 @@ class _Shape(NamedTuple):
             "BR": _power_of_two(self.R),
         }  # fmt: skip
 
+    def key_tiles(self, tiles: Tiles) -> dict:
+        return {**self.query_tiles(tiles), "BN": min(tiles.keys, self.chunk & -self.chunk)}
+
+    def chunk_tiles(self, heads: int, reverse: bool) -> dict:
+        return {
+            "HEADS": heads, "GROUP": heads // self.H, "R": self.R, "CHUNK": self.chunk, "C": self.C,
+            "W": self.W, "FIRST": self.sinks, "SLICES": self.R // TILE, "PAIRS": self.pairs,
+            "REVERSE": reverse,
+        }  # fmt: skip
+
+    def sum_tiles(self, heads: int, reverse: bool, tiles: Tiles) -> dict:
+        return {
+            **self.chunk_tiles(heads, reverse), "E": self.E, "BE": min(128, _power_of_two(self.E)),
+            "TWO": tiles.rows > TILE**2 and self.pairs % 2 == 0,
+            "BC": min(tiles.keys, self.chunk & -self.chunk), "num_warps": tiles.warps,
+            "num_stages": tiles.stages,
+        }  # fmt: skip
+
+    def mass_tiles(self, heads: int, reverse: bool, tiles: Tiles) -> dict:
+        return {
+            **self.chunk_tiles(heads, reverse), "BR": _power_of_two(self.R),
+            "BC": min(tiles.keys, self.chunk & -self.chunk), "num_warps": 4, "num_stages": tiles.stages,
+        }  # fmt: skip
+
     def exact_tiles(self, tiles: Tiles) -> dict:
         return {
             "HQ": self.HQ, "H": self.H, "D": self.D, "E": self.E, "C": self.C, "W": self.W,
@@ -883,15 +1042,11 @@ def _sum_states(phi, x, scale, delta, packed, s: _Shape, tiles: Tiles) -> tuple[
     z = torch.empty(shape, dtype=torch.float32, device=device)
     totals = torch.empty(s.B, segments, s.H, F, s.E, dtype=torch.float32, device=device)
     ztotals = torch.empty(totals.shape[:-1], dtype=torch.float32, device=device)
-    BE = min(128, _power_of_two(s.E))
-    heads = phi.shape[2]
-    _states[(s.pairs * triton.cdiv(s.E, BE), segments, s.B * s.H)](
-        phi, x, scale, delta, S, z, totals, ztotals, *where, s.T, n,
-        HEADS=heads, GROUP=heads // s.H, E=s.E, R=s.R, CHUNK=s.chunk, FIRST=0 if reverse else s.sinks,
-        SHIFT=s.W - s.C if reverse else 0, SLICES=s.R // TILE, PAIRS=s.pairs,
-        REVERSE=reverse, BC=min(tiles.keys, s.C & -s.C), BE=BE,
-        num_warps=tiles.warps, num_stages=tiles.stages,
-    )  # fmt: skip
+    options = s.sum_tiles(phi.shape[2], reverse, tiles)
+    programs = s.pairs // (1 + options["TWO"]) * triton.cdiv(s.E, options["BE"])
+    _states[(programs, segments, s.B * s.H)](phi, x, scale, S, totals, *where, s.T, n, **options)
+    options = s.mass_tiles(phi.shape[2], reverse, tiles)
+    _masses[(segments, s.B * s.H)](phi, scale, delta, z, ztotals, *where, s.T, n, **options)
     if segments > 1:
         for sums, total, size in ((S, totals, F * s.E), (z, ztotals, F)):
             _join[(triton.cdiv(size, 2048), segments, s.B * s.H)](
@@ -968,7 +1123,7 @@ def _(q, k, v, phi_q, phi_k, offset, lift, cu, rule, normaliser):
 def _backward_op(
     do: torch.Tensor, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor,
     phi_k: torch.Tensor, offset: torch.Tensor | None, cu: torch.Tensor | None, o: torch.Tensor,
-    near: torch.Tensor, far: torch.Tensor, rule: list[int],
+    near: torch.Tensor, far: torch.Tensor, rule: list[int], normaliser: float,
 ) -> tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]:  # fmt: skip
@@ -985,15 +1140,15 @@ def _backward_op(
     where, tiles = _spread(packed, s, options["BM"] // options["STACK"])
     _queries[(tiles, s.HQ // options["STACK"], s.B)](
         q, k, v, phi_q, phi_k, offset, S, z, center, o, near, far, do,
-        dq, dphi_q, doffset, dlift, delta, far_delta, *where, s.T, n, **options,
+        dq, dphi_q, doffset, dlift, delta, far_delta, *where, s.T, n, normaliser, **options,
     )  # fmt: skip
     del S, z
     S, z, _, _ = _sum_states(phi_q, do, far, far_delta, packed, s, cut.gradients)
     sinks = (None, None, None)
     if s.sinks:
-        sinks = _sink_gradients(q, k, v, offset, near, delta, do, packed, s, cut.keys)
+        sinks = _sink_gradients(q, k, v, offset, near, delta, do, packed, s, cut.sinks)
     dk, dv, dphi_k = torch.empty_like(k), torch.empty_like(v), torch.empty_like(phi_k)
-    options = s.query_tiles(cut.keys)
+    options = s.key_tiles(cut.keys)
     where, tiles = _spread(packed, s, options["BN"])
     _keys[(tiles, s.H, s.B)](
         q, k, v, far_v, phi_q, phi_k, offset, S, z, near, far, delta, do, *sinks,
@@ -1005,7 +1160,7 @@ def _backward_op(
 
 
 @_backward_op.register_fake
-def _(do, q, k, v, phi_q, phi_k, offset, cu, o, near, far, rule):
+def _(do, q, k, v, phi_q, phi_k, offset, cu, o, near, far, rule, normaliser):
     doffset = q.new_empty(0) if offset is None else q.new_empty(q.shape[2], dtype=torch.float32)
     dlift = torch.empty_like(near) if rule[3] else q.new_empty(0)
     return *(torch.empty_like(x) for x in (q, k, v, phi_q, phi_k)), doffset, dlift
@@ -1016,7 +1171,7 @@ def _rows_of(q: torch.Tensor) -> torch.Tensor:
 
 
 def _keep(ctx, inputs, output):
-    q, k, v, phi_q, phi_k, offset, _, cu, ctx.rule, _ = inputs
+    q, k, v, phi_q, phi_k, offset, _, cu, ctx.rule, ctx.normaliser = inputs
     o, near, far, S = output
     ctx.mark_non_differentiable(near, far, S)
     ctx.save_for_backward(q, k, v, phi_q, phi_k, offset, cu, o, near, far)
@@ -1025,7 +1180,7 @@ def _keep(ctx, inputs, output):
 def _gradients(ctx, do, _near, _far, _S):
     q, k, v, phi_q, phi_k, offset, cu, o, near, far = ctx.saved_tensors
     *grads, doffset, dlift = _backward_op(
-        do.contiguous(), q, k, v, phi_q, phi_k, offset, cu, o, near, far, ctx.rule
+        do.contiguous(), q, k, v, phi_q, phi_k, offset, cu, o, near, far, ctx.rule, ctx.normaliser
     )
     return *grads, None if offset is None else doffset, dlift if ctx.rule[3] else None, None, None, None
 
@@ -1065,16 +1220,4 @@ def polysketch_triton(
     o, _, _, S = _forward_op(q, k, v, phi_q, phi_k, offset, lift, cu, rule, float(normaliser))
     if cu is not None or not keep_state:
         return o, None
-    return o, _with_rest(S, k, v, phi_k, _shape(q, k, v, phi_q, rule))
-
-
-@torch.no_grad()
-def _with_rest(S, k, v, phi_k, s: _Shape) -> torch.Tensor:
-    """S with the keys between the last state and the open block's window."""
-    until = max(s.T // s.C * s.C - (s.W - s.C), 0)
-    rest = slice(max(s.last * s.chunk, s.sinks), until)
-    if rest.start >= until:
-        return S
-    rows = features(phi_k[:, rest].float(), weighted=True).transpose(1, 2)
-    values = torch.cat((v[:, rest].float(), torch.ones_like(v[:, rest, :, :1], dtype=torch.float32)), -1)
-    return S + rows.transpose(-1, -2) @ values.transpose(1, 2)
+    return o, S

@@ -24,14 +24,13 @@ EXACT = tl.constexpr("tf32x3")
 
 
 @triton.jit
-def _factor(x, W, bias, head, m, D, R, FACTORS: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
-    """x W_m + b_m [rows, BR], and W_m [BD, BR]."""
+def _map(W, bias, head, m, D, R, FACTORS: tl.constexpr, BD: tl.constexpr, BR: tl.constexpr):
+    """W_m [BD, BR] and b_m [1, BR] of a head."""
     d = tl.arange(0, BD)
     r = tl.arange(0, BR)
     at = W + ((head * FACTORS + m) * D + d[:, None]) * R + r[None, :]
     w = tl.load(at, mask=(d < D)[:, None] & (r < R)[None, :], other=0.0)
-    b = tl.load(bias + (head * FACTORS + m) * R + r, mask=r < R, other=0.0)
-    return tl.dot(x, w, input_precision=EXACT) + b[None, :], w
+    return w, tl.load(bias + (head * FACTORS + m) * R + r, mask=r < R, other=0.0)[None, :]
 
 
 @triton.jit(do_not_specialize=["T"])
@@ -56,10 +55,11 @@ def _sketch(
     if tilt is not None:
         slope = tl.load(tilt + head * D + d, mask=d < D, other=0.0)
         tl.store(lift + row, tl.sum(rows.to(tl.float32) * slope[None, :], 1), mask=token < T)
-    product, _w = _factor(rows, W, bias, head, 0, D, R, FACTORS, BD, BR)
+    w, b = _map(W, bias, head, 0, D, R, FACTORS, BD, BR)
+    product = tl.dot(rows, w, input_precision=EXACT) + b
     if FACTORS == 2:
-        other, _w = _factor(rows, W, bias, head, 1, D, R, FACTORS, BD, BR)
-        product *= other
+        w, b = _map(W, bias, head, 1, D, R, FACTORS, BD, BR)
+        product *= tl.dot(rows, w, input_precision=EXACT) + b
     at = phi + row[:, None] * R + r[None, :]
     tl.store(at, product.to(phi.dtype.element_ty), mask=here & (r < R)[None, :])
 
@@ -81,9 +81,12 @@ def _sketch_backward(
     r = tl.arange(0, BR)
     sum0 = tl.zeros((BD, BR), tl.float32)
     sum1 = tl.zeros((BD, BR), tl.float32)
-    bias0 = tl.zeros((BR,), tl.float32)
-    bias1 = tl.zeros((BR,), tl.float32)
+    bias0 = tl.zeros((BT, BR), tl.float32)  # summed over tokens in the end
+    bias1 = tl.zeros((BT, BR), tl.float32)
     slopes = tl.zeros((BD,), tl.float32)
+    w0, b0 = _map(W, bias, head, 0, D, R, FACTORS, BD, BR)
+    if FACTORS == 2:
+        w1, b1 = _map(W, bias, head, 1, D, R, FACTORS, BD, BR)
     for step in range(steps):
         token = (part * steps + step) * BT + tl.arange(0, BT)
         row = (batch * T + token) * N + head
@@ -92,19 +95,17 @@ def _sketch_backward(
         g = tl.load(dphi + row[:, None] * R + r[None, :], mask=here & (r < R)[None, :], other=0.0).to(
             tl.float32
         )
-        first, w0 = _factor(rows, W, bias, head, 0, D, R, FACTORS, BD, BR)
         g0 = g
         if FACTORS == 2:
-            second, w1 = _factor(rows, W, bias, head, 1, D, R, FACTORS, BD, BR)
-            g0 = g * second
-            g1 = g * first
-            bias1 += tl.sum(g1, 0)
+            g0 = g * (tl.dot(rows, w1, input_precision=EXACT) + b1)
+            g1 = g * (tl.dot(rows, w0, input_precision=EXACT) + b0)
+            bias1 += g1
             g1 = g1.to(rows.dtype)
             grad = tl.dot(g1, tl.trans(w1), input_precision=EXACT)
             sum1 = tl.dot(tl.trans(rows), g1, sum1, input_precision=EXACT)
         else:
             grad = tl.zeros((BT, BD), tl.float32)
-        bias0 += tl.sum(g0, 0)
+        bias0 += g0
         g0 = g0.to(rows.dtype)
         grad = tl.dot(g0, tl.trans(w0), grad, input_precision=EXACT)
         sum0 = tl.dot(tl.trans(rows), g0, sum0, input_precision=EXACT)
@@ -122,19 +123,22 @@ def _sketch_backward(
     slot = slot * FACTORS
     inside = (d < D)[:, None] & (r < R)[None, :]
     tl.store(dW + (slot * D + d[:, None]) * R + r[None, :], sum0, mask=inside)
-    tl.store(dbias + slot * R + r, bias0, mask=r < R)
+    tl.store(dbias + slot * R + r, tl.sum(bias0, 0), mask=r < R)
     if FACTORS == 2:
         tl.store(dW + ((slot + 1) * D + d[:, None]) * R + r[None, :], sum1, mask=inside)
-        tl.store(dbias + (slot + 1) * R + r, bias1, mask=r < R)
+        tl.store(dbias + (slot + 1) * R + r, tl.sum(bias1, 0), mask=r < R)
+
+
+TILES = {"forward": (128, 4, 2), "backward": (32, 4, 2)}  # tokens a step, warps, loads in flight
 
 
 def _options(x: torch.Tensor, W: torch.Tensor, backward: bool = False) -> dict:
     N, factors, D, R = W.shape
     wide = x.dtype == torch.float32 or D > 128
+    tokens, warps, stages = (32, 8, 1) if wide else TILES["backward" if backward else "forward"]
     return {
-        "N": N, "D": D, "R": R, "FACTORS": factors, "BT": 32 if wide else 64,
-        "BD": max(16, triton.next_power_of_2(D)), "BR": max(16, triton.next_power_of_2(R)),
-        "num_warps": 8 if wide or backward else 4, "num_stages": 1 if wide else 2,
+        "N": N, "D": D, "R": R, "FACTORS": factors, "BT": tokens, "BD": max(16, triton.next_power_of_2(D)),
+        "BR": max(16, triton.next_power_of_2(R)), "num_warps": warps, "num_stages": stages,
     }  # fmt: skip
 
 
