@@ -62,7 +62,12 @@ FORWARD = [  # tokens, heads, warps, stages
 ]
 DQ = [(64, 1, 4, 1), (64, 1, 4, 2), (64, 2, 4, 1), *((64, 4, w, s) for w in (4, 8) for s in (1, 2))]
 DKV = [(32, 4, 1), (32, 4, 2), (32, 4, 3), (64, 4, 3), (64, 8, 3), (16, 4, 2)]  # queries, warps, stages
-REST = {"narrow parts": {"wide_parts": 0}, "ahead 8": {"ahead": 8}, "ahead 4": {"ahead": 4}}
+REST = {  # other changes
+    "narrow parts": {"wide_parts": 0},
+    "ahead 4": {"ahead": 4},
+    "dq 32 keys, 1 stage": {"dq_keys": 32, "dq_heads": 1, "dq_stages": 1},
+    "dq 32 keys, 2 stages": {"dq_keys": 32, "dq_heads": 1, "dq_stages": 2},
+}
 
 
 def writes(B, T, H, M, W, seed=0):

@@ -60,15 +60,16 @@ class Blocks(NamedTuple):
     read_rows: int = 64  # tokens of a program of _read; divides chunk
     read_heads: int = 1  # of the group, one after another in a program; divides G
     read_warps: int = 4
-    read_stages: int = 2
-    dq_rows: int = 64  # the same of _dq
+    read_stages: int = 1
+    dq_keys: int = 64  # the same of _dq, and its keys
+    dq_rows: int = 64
     dq_heads: int = 1
     dq_warps: int = 4
-    dq_stages: int = 2
+    dq_stages: int = 1
     dkv_rows: int = 32  # queries, token * G + head, of a step of _dkv
     dkv_warps: int = 4
     dkv_stages: int = 2
-    ahead: int = 16  # tiles that the reverse pass loads at once
+    ahead: int = 8  # tiles that the reverse pass loads at once
     wide_parts: int = 1  # 1: the buffer is float32; 0: of the operands' dtype
 
 
@@ -76,11 +77,19 @@ def blocks_for(D: int, E: int, G: int, dtype: torch.dtype) -> Blocks:
     """What is shipped for head sizes D and E, G queries a key head."""
     size = max(D, E)
     if dtype == torch.float32:
-        return Blocks(64, 16 if size > 128 else 32, 32, 1, 4, 1, 32, 1, 4, 1, 32, 4, 1)
+        keys = 16 if size > 128 else 32
+        return Blocks(64, keys, 32, 1, 4, 1, keys, 32, 1, 4, 1, 32, 4, 1)
     if size > 128:
-        return Blocks(64, 32, 64, 1, 4, 1, 64, 1, 4, 1, 32, 4, 1)
+        return Blocks(64, 32, 64, 1, 4, 1, 32, 64, 1, 4, 1, 32, 4, 1)
     heads = max(n for n in range(1, 9) if G % n == 0)
     return Blocks(read_heads=heads, dq_heads=heads)
+
+
+def fitted(blocks: Blocks, capability: tuple[int, int]) -> Blocks:
+    """`blocks` for a chip of that compute capability: but for 9 and 10, 99 KB of shared memory are enough."""
+    if capability[0] in (9, 10):
+        return blocks
+    return blocks._replace(dq_keys=min(blocks.dq_keys, 32), dq_heads=1)
 
 
 @triton.jit
@@ -586,9 +595,9 @@ def _dkv(
 
 
 @triton.jit
-def _pick(x, u, at):
-    """Row `at` of x, whose rows are u; from registers, where a thread has whole columns."""
-    return tl.sum(tl.where((u == at)[:, None], x, 0.0), axis=0)
+def _bits(yes, u):
+    """Rows u of `yes`, or its elements, as the bits of integers."""
+    return tl.sum(tl.where(yes, 1 << u, 0), axis=0)
 
 
 @triton.jit
@@ -609,6 +618,7 @@ def _walk_back(
         parts = tl.load(part + (row + t)[:, None] * M * SIZE + x[None, :], mask=inside, other=0.0)
         parts = parts.to(tl.float32)
         stay = tl.load(last + (row + t)[:, None] * M + (x // SIZE)[None, :], mask=inside, other=0) < 0
+        stay = _bits(stay, u[:, None])
         if PACKED:
             first = tl.load(table + 4 * t + 2, mask=t < n, other=0)
             following = tl.load(table + 4 * t + 6, mask=t < n - 1, other=-1)
@@ -616,26 +626,26 @@ def _walk_back(
         else:
             first, document = t * 0, t * 0 + b
             following = tl.where(t == n - 1, -1, 0)
+        # the walk enters a document at its last tile
+        opens, closes = _bits((first != following) & (t < n), u), _bits((first == t) & (t < n), u)
         for down in tl.static_range(U):
             now = U - 1 - down
-            kept = _pick(stay.to(tl.float32), u, now) > 0
             side = x
             if END or STATE:
                 doc = tl.sum(tl.where(u == now, document, 0), axis=0)
                 side = (doc.to(tl.int64) * H + h) * M * SIZE + x
-            # the walk enters a document at its last tile
-            opens = x * 0 + tl.sum(tl.where((u == now) & (first != following), 1, 0), axis=0) > 0
-            real = x * 0 + t0 + now < n
+            open, kept = (x * 0 + (opens >> now & 1)) > 0, (stay >> now & 1) > 0
             start = tl.zeros(x.shape, tl.float32)
             if END:
-                start = tl.load(d_end + side, mask=ok & real & opens, other=0.0).to(tl.float32)
-            acc = tl.where(real & opens, start, acc)
-            read = ok & (kept == 0) & real  # nobody reads the others
+                start = tl.load(d_end + side, mask=ok & open, other=0.0).to(tl.float32)
+            acc = tl.where(open, start, acc)
+            read = ok & (kept == 0) & (x * 0 + t0 + now < n)  # nobody reads the others
             tl.store(part + (row + t0 + now) * M * SIZE + x, acc.to(part.dtype.element_ty), mask=read)
-            acc = _pick(parts, u, now) + tl.where(kept, acc, 0.0)
+            own = tl.sum(tl.where((u == now)[:, None], parts, 0.0), axis=0)  # one register of a thread
+            acc = own + tl.where(kept, acc, 0.0)
             if STATE:
-                closes = x * 0 + tl.sum(tl.where((u == now) & (first == t) & (t < n), 1, 0), axis=0) > 0
-                tl.store(d_state + side, acc.to(d_state.dtype.element_ty), mask=ok & closes)
+                close = (x * 0 + (closes >> now & 1)) > 0
+                tl.store(d_state + side, acc.to(d_state.dtype.element_ty), mask=ok & close)
 
 
 @triton.jit
@@ -788,6 +798,8 @@ def _backward(
 ):  # fmt: skip
     c = _call(q, k, v, write, table, num_docs, M, blocks)
     BH, s = c.B * c.H, c.blocks
+    if q.is_cuda:
+        s = fitted(s, torch.cuda.get_device_capability(q.device))
     last, until, owner = ints.unbind()
     dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
     dbias = lse.new_empty(write.shape if bias is not None else (0,))
@@ -807,7 +819,7 @@ def _backward(
         reads = (q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies)
         _dq[(BH * c.n * (s.chunk // s.dq_rows) * (c.G // s.dq_heads),)](
             *reads, o, lse, do, dq, delta, scale, c.T, c.n, M,
-            BR=s.dq_rows, HB=s.dq_heads, BN=s.keys, NS=triton.cdiv(M, s.keys), **c.sizes, **flags,
+            BR=s.dq_rows, HB=s.dq_heads, BN=s.dq_keys, NS=triton.cdiv(M, s.dq_keys), **c.sizes, **flags,
             num_warps=s.dq_warps, num_stages=s.dq_stages,
         )  # fmt: skip
         more = (lse, do, delta, write, part, part_bias, dk, dv, dbias, scale, c.T, c.n, M)
