@@ -164,8 +164,8 @@ def _settings(
         data=None if data is None else Path(data).resolve(),
         limit=_at_least_one("--limit", limit),
         batch_size=_at_least_one("--batch-size", batch_size) or 8,
-        device=_device(device),
-        dtype=_dtype(dtype, _device(device)),
+        device=named_device(device),
+        dtype=_dtype(dtype, named_device(device)),
         text=text or PYTHON_DOCS,
         answers=None if out is None else Path(out) / "answers",
         max_new_tokens=_at_least_one("--max-new-tokens", max_new_tokens),
@@ -178,7 +178,8 @@ def _at_least_one(key: str, value: int | None) -> int | None:
     return value
 
 
-def _device(device: str | None) -> str:
+def named_device(device: str | None) -> str:
+    """`device` if torch has it; for None the GPU where there is one. Else ValueError, as of --device."""
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if device is None:
         return "cuda" if count else "cpu"

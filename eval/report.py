@@ -107,6 +107,11 @@ def write_report(
     if facts:
         items = "".join(f"<dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd>" for k, v in facts)
         parts += ["<h2>How this was made</h2>", f"<dl>{items}</dl>"]
+    return write_page(out_html, title, parts)
+
+
+def write_page(out_html: Path, title: str, parts: Sequence[str]) -> Path:
+    """Write an HTML page of `parts` in the report's style, whole or not at all."""
     page = (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'

@@ -115,7 +115,7 @@ def evaluate(argv: list[str] | None = None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Console script `unsoftmax`: fetch, demo, compare, export, doctor; returns the exit status."""
+    """Console script `unsoftmax`: fetch, demo, compare, explain, export, doctor; returns the exit status."""
     p = _parser(
         "unsoftmax",
         "Turn softmax-attention checkpoints into linear-time ones.\n\n"
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         "",
     )
     verbs = p.add_subparsers(metavar="VERB", required=True, parser_class=argparse.ArgumentParser)
-    for add in (_fetch, _demo, _compare, _export, _doctor):
+    for add in (_fetch, _demo, _compare, _explain, _export, _doctor):
         add(verbs)
     return _run(p, argv, lambda a: a.run(a))
 
@@ -178,6 +178,28 @@ def _compare(verbs: argparse._SubParsersAction) -> None:
         from unsoftmax.eval.compare import compare
 
         compare(a.paths, out=a.out)
+
+    p.set_defaults(run=run)
+
+
+def _explain(verbs: argparse._SubParsersAction) -> None:
+    p = _verb(
+        verbs,
+        "explain",
+        "what each layer's slots keep, and how far it is from the teacher",
+        "Prints a line a layer: distance against the teacher, lifetimes of slots, important tokens.",
+    )
+    p.add_argument("checkpoint", metavar="CHECKPOINT", help="a converted folder or hub id")
+    p.add_argument("--teacher", metavar="T", help="left out: what CHECKPOINT was made from, if it is here")
+    p.add_argument("--text", help="text to read, as recipes name texts (default: python-docs)")
+    p.add_argument("--tokens", metavar="N", type=int, default=1024, help="so many of its tokens (1024)")
+    p.add_argument("--out", metavar="DIR", type=Path, help="folder for explain.html: the table and plots")
+    p.add_argument("--device", help="cpu, cuda, cuda:1; left out: the GPU where there is one")
+
+    def run(a: argparse.Namespace) -> None:
+        from unsoftmax.eval.explain import explain
+
+        explain(a.checkpoint, teacher=a.teacher, text=a.text, tokens=a.tokens, out=a.out, device=a.device)
 
     p.set_defaults(run=run)
 
