@@ -28,7 +28,17 @@ def triton_op(*arguments, **more):
     return slot_attention(*arguments, backend="triton", **more)
 
 
-def compare(shape, device, dtype=torch.float32, *, bias=True, state=None, cu=None) -> None:
+def with_blocks(blocks):
+    """The kernels cut as given."""
+
+    def op(q, k, v, write, bias=None, *, num_slots, state=None, cu_seqlens=None):
+        scale = q.shape[-1] ** -0.5
+        return slot_attention_triton(q, k, v, write, bias, num_slots, scale, state, cu_seqlens, blocks)
+
+    return op
+
+
+def compare(shape, device, dtype=torch.float32, *, bias=True, state=None, cu=None, op=triton_op) -> None:
     """o, slots and every gradient, against the loop in float64."""
     tensors = inputs(shape, device)
     tensors = {n: x.double() if n != "write" else x for n, x in in_dtype(tensors, dtype).items()}
@@ -41,8 +51,7 @@ def compare(shape, device, dtype=torch.float32, *, bias=True, state=None, cu=Non
     more = {"num_slots": shape[6], "cu_seqlens": cu}
     gold = everything(slot_attention_reference, tensors, state=held[0], **more)
     plain, ours = (
-        everything(op, in_dtype(tensors, dtype), state=held[1], **more)
-        for op in (slot_attention_reference, triton_op)
+        everything(f, in_dtype(tensors, dtype), state=held[1], **more) for f in (slot_attention_reference, op)
     )
     assert_all_as_good_as(ours, plain, gold, dtype)
 
@@ -50,6 +59,16 @@ def compare(shape, device, dtype=torch.float32, *, bias=True, state=None, cu=Non
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_output_slots_and_gradients_equal_the_definition(shape, device):
     compare(shape, device)
+
+
+@pytest.mark.parametrize("name", ["grouped heads", "odd sizes, one write a token"])
+def test_the_sizes_of_16_bits_equal_the_definition(name, device):
+    shape = SHAPES[name]
+    B, T, HQ, H, D, E, M, W = shape
+    op = with_blocks(blocks_for(D, E, HQ // H, torch.bfloat16))
+    compare(shape, device, state=slots(B, shape, device), op=op)
+    packed, cu = (1, T, HQ, H, D, E, M, W), torch.tensor([0, 1, 1, T - 4, T], device=device)
+    compare(packed, device, bias=False, cu=cu, op=op)
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no biases", "biases"])
@@ -90,14 +109,23 @@ def test_a_later_token_changes_no_bit_before_it_and_nor_does_its_absence(device)
 
 def test_the_buffer_may_be_as_narrow_as_the_operands(device):
     tensors = in_dtype(inputs((1, 130, 2, 1, 8, 8, 10, 2), device), torch.float32)
-    narrow = blocks_for(8, 8, 2, torch.float32)._replace(wide_parts=0)
-
-    def op(q, k, v, write, bias, *, num_slots, state):
-        return slot_attention_triton(q, k, v, write, bias, num_slots, 8**-0.5, state, None, narrow)
-
+    op = with_blocks(blocks_for(8, 8, 2, torch.float32)._replace(wide_parts=0))
     gold, ours = (everything(f, tensors, num_slots=10) for f in (triton_op, op))
     for name in gold:
         assert torch.equal(gold[name], ours[name]), name
+
+
+def test_the_reverse_pass_gives_the_same_bits_however_many_tiles_it_loads_at_once(device):
+    shape, cu = (1, 200, 1, 1, 8, 8, 10, 1), torch.tensor([0, 60, 199, 200], device=device)
+    tensors, state = in_dtype(inputs(shape, device), torch.float32), slots(3, shape, device)
+    tensors["write"] = tensors["write"].clamp_max(3)  # the others stay through many tiles
+    held = state._replace(k=state.k.float(), v=state.v.float(), bias=state.bias.float())
+    eight, two = (
+        everything(with_blocks(blocks), tensors, num_slots=10, state=held, cu_seqlens=cu)
+        for blocks in (blocks_for(8, 8, 1, torch.float32)._replace(ahead=n) for n in (8, 2))
+    )
+    for name in eight:
+        assert torch.equal(eight[name], two[name]), name
 
 
 def test_tiles_begin_with_each_document():
