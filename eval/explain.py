@@ -159,16 +159,20 @@ def attention_distances(model: PreTrainedModel, teacher: PreTrainedModel, ids: t
 
 @torch.no_grad()
 def important_tokens(model: PreTrainedModel, ids: torch.Tensor) -> dict[int, list[int]]:
-    """The token ids of highest mean importance in each layer that has one, each once, the first first."""
+    """The token ids of highest mean importance in each layer that has one, each once, the first first.
+
+    Sinks do not count: they stay whatever their importance.
+    """
     layers = {n: layer.self_attn for n, layer in enumerate(model.model.layers)}
     scored = {n: m for n, m in layers.items() if hasattr(m, "importance")}
     found: dict[int, list[int]] = {}
 
     def rank(n: int) -> Callable[..., None]:
         def look(module: Any, args: tuple) -> None:
-            score = module.importance(args[0])[0].float().flatten(1)
+            sinks = module.options.sinks
+            score = module.importance(args[0])[0, sinks:].float().flatten(1)
             score = ((score - score.mean(0)) / score.std(0).clamp_min(1e-9)).mean(1).cpu()
-            kinds, each = ids.cpu().unique(return_inverse=True)
+            kinds, each = ids[sinks:].cpu().unique(return_inverse=True)
             total = torch.zeros(len(kinds)).index_add(0, each, score)
             mean = total / torch.bincount(each, minlength=len(kinds))
             found[n] = kinds[mean.topk(min(SHOWN, len(kinds))).indices].tolist()

@@ -73,6 +73,8 @@ def test_the_important_tokens_are_those_the_map_ranks_highest(here):
     with torch.no_grad():  # token 77's own direction
         ids = IDS.clone()
         ids[10] = ids[30] = 77
+        ids[:2] = torch.tensor([78, 77])  # sinks
+        assert 78 not in ids[2:]
         x = layer.input_layernorm(model.model.embed_tokens(torch.tensor([77])))
         layer.self_attn.importance.weight.copy_(x.expand_as(layer.self_attn.importance.weight))
     found = important_tokens(model, ids)
