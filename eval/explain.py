@@ -18,7 +18,7 @@ from unsoftmax.eval.harness import named_device
 from unsoftmax.eval.heldout import PYTHON_DOCS, held_out_rows
 from unsoftmax.eval.lifetimes import slot_lifetimes
 from unsoftmax.eval.plot import Curve, Plot, figure
-from unsoftmax.eval.report import LIFETIME_NOTE, lifetime_plot, lifetime_table, write_page
+from unsoftmax.eval.report import lifetime_plot, write_page
 from unsoftmax.eval.suites import Suite
 from unsoftmax.kernels.mixer import Mixer, Rotary
 
@@ -231,8 +231,6 @@ def _write(page: Path, name: str, layers: Sequence[dict[str, Any]]) -> Path:
         f"<h1>What the layers of {html.escape(name)} keep</h1>",
         f'<div class="plots">{drawn}</div>' if drawn else "",
         f'<h2>Layer by layer</h2><div class="scroll"><pre>{table}</pre></div>',
-        f'<p class="soft">{html.escape(TABLE_NOTE)}</p>',
+        *(f'<p class="soft">{html.escape(line)}</p>' for line in TABLE_NOTE.splitlines()),
     ]
-    if lifetimes:
-        parts += ["<h2>How long a slot keeps a token</h2>", LIFETIME_NOTE, lifetime_table(lifetimes)]
     return write_page(page, f"What the layers of {name} keep", parts)

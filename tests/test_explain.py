@@ -42,7 +42,7 @@ def test_every_layer_is_told_and_the_teacher_is_found_by_the_record(here, tmp_pa
     assert said[2].split()[2] == "0.000", "softmax is the teacher's own"
     assert float(said[1].split()[2]) > 0.001 and "kept" in said[1]
     page = (tmp_path / "page" / "explain.html").read_text()
-    assert "Distance against the teacher" in page and "How long a slot keeps a token" in page
+    assert "Distance against the teacher" in page and "Slot lifetimes" in page
     assert said[1].split("(")[0].strip() in page
 
 
