@@ -21,10 +21,12 @@ from unsoftmax.convert.load import tokenizer as load_tokenizer
 from unsoftmax.convert.measure import token_ids, token_rows
 from unsoftmax.convert.model import CONVERTED_MODELS
 from unsoftmax.convert.remote_code import write_remote_code
+from unsoftmax.convert.share import can_share, share_slots, shares_slots
 from unsoftmax.convert.source import PIECE_BYTES, Source, open_source
 from unsoftmax.convert.start import ROW_TOKENS, start_layers
 from unsoftmax.convert.verify import Check, sample_rows, verify_conversion
 from unsoftmax.convert.weights import Plan, plan_weights, skeleton, write_weights
+from unsoftmax.kernels.gsa.layer import GatedSlotAttention
 from unsoftmax.kernels.mixer import Mixer, Rotary
 from unsoftmax.recipes.schema import Recipe, layer_mixers
 from unsoftmax.recipes.text import check_text, documents
@@ -311,6 +313,7 @@ def _fill(job: Conversion, folder: Path, verify: bool, say: Callable[[str], None
     """Write everything into `folder`, verified."""
     folder.mkdir()
     new, fits = _start(job, say)
+    _share(job, new, say)
     _write(job, new, folder, say)
     _write_sides(job, folder)
     digest = _hash(job, say)
@@ -319,9 +322,9 @@ def _fill(job: Conversion, folder: Path, verify: bool, say: Callable[[str], None
     _refuse_failures(job, checks)
 
 
-def calibration_rows(source: Source, recipe: Recipe) -> torch.Tensor:
-    """Rows of calibration text, [R, T] int64, T at most ROW_TOKENS."""
-    wanted, text = recipe.calibration.tokens, recipe.calibration.text
+def calibration_rows(source: Source, recipe: Recipe, wanted: int | None = None) -> torch.Tensor:
+    """Rows of calibration text, [R, T] int64, T at most ROW_TOKENS; `wanted` or calibration.tokens."""
+    wanted, text = wanted or recipe.calibration.tokens, recipe.calibration.text
     length = min(ROW_TOKENS, wanted, source.config.max_position_embeddings)
     try:
         starts = (document[:DOCUMENT_CHARACTERS] for document in documents(text, held_out=False))
@@ -351,6 +354,28 @@ def _start(
         span = f"from {min(values):.4g} to {max(values):.4g} over {len(values)} layers"
         say(f"  start    {name}: mean {mean:.4g}, {span}")
     return new, fits
+
+
+def _share(job: Conversion, new: dict[str, torch.Tensor], say: Callable[[str], None]) -> None:
+    """Write into the configuration how many slots each head has, where the recipe shares them out."""
+    wanted = job.recipe.calibration.sharing_tokens
+    mixers = {i: m for i, m in job.mixers.items() if isinstance(m, GatedSlotAttention) and shares_slots(m)}
+    if not wanted or not mixers:
+        return
+    if not can_share(job.source, job.device):
+        say(
+            "  share    every head keeps mixer.num_slots: the teacher cannot be run whole here (memory, or "
+            "pickled weights); --set calibration.sharing_tokens=0 asks for that"
+        )
+        return
+    rows = calibration_rows(job.source, job.recipe, wanted)
+    for layer, slots in share_slots(job.source, mixers, new, rows, device=job.device, say=say).items():
+        job.config.layer_mixers[layer]["num_slots"] = list(slots)
+    every = sorted(n for layer in mixers for n in job.config.layer_mixers[layer]["num_slots"])
+    say(
+        f"  share    slots a head: mean {sum(every) / len(every):.1f}, from {every[0]} to {every[-1]}, "
+        f"median {every[len(every) // 2]}"
+    )
 
 
 class _Rate:

@@ -511,3 +511,12 @@ def _pickle_header(path: Path) -> dict[str, Entry]:
             path.name, value.dtype, tuple(value.shape), None, value.numel() * value.dtype.itemsize
         )
     return entries
+
+
+def available_memory() -> int:
+    """Bytes that can be used without swapping."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
+    except (OSError, StopIteration):
+        return 1 << 62  # no way to know: let it run

@@ -20,7 +20,7 @@ from unsoftmax.convert.source import Source
 from unsoftmax.convert.weights import EMBEDDING, New
 from unsoftmax.kernels.mixer import SOURCE_PROJECTIONS, Mixer, Rotary
 
-ROW_TOKENS = 1024  # long enough for what is far from a ring of 64
+ROW_TOKENS = 2048  # long enough to see how attention falls with distance
 PASS_TOKENS = 4096  # tokens of one pass through a layer
 
 INNER_MODELS = {"llama": LlamaModel, "mistral": MistralModel}

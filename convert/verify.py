@@ -26,7 +26,7 @@ from unsoftmax.convert.load import load
 from unsoftmax.convert.load import tokenizer as load_tokenizer
 from unsoftmax.convert.measure import Measurement, measure, token_ids, token_rows
 from unsoftmax.convert.model import CACHE
-from unsoftmax.convert.source import Source, open_source
+from unsoftmax.convert.source import Source, available_memory, open_source
 from unsoftmax.convert.start import TeacherLayers, one_layer
 from unsoftmax.convert.weights import Plan, differing_copies
 from unsoftmax.recipes.schema import Recipe
@@ -118,15 +118,6 @@ def sample_rows(source: Source, recipe: Recipe) -> torch.Tensor:
     return token_rows(ids, length, SAMPLE_ROWS)
 
 
-def available_memory() -> int:
-    """Bytes that can be used without swapping."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable"))
-    except (OSError, StopIteration):
-        return 1 << 62  # no way to know: let it run
-
-
 # ---- whole models
 
 
@@ -167,14 +158,17 @@ def _perplexity(name: str, m: Measurement) -> Check:
 def window_control(config: PretrainedConfig) -> tuple[float | None, list[dict]]:
     """Each ring layer as softmax over the window its slots could hold, and how far the two may be apart.
 
-    None where slots are kept for memory: then ring and window see other tokens, and differ.
+    None where slots keep what is worth it: then they and the window hold other tokens, and differ.
     """
     entries, same = [], True
     for entry in config.layer_mixers:
         if entry["name"] == "gsa" and entry["start"] == "ring":
             sinks = entry["sinks"]
-            entries.append({"name": "window", "window": entry["num_slots"] - sinks, "sinks": sinks})
-            same = same and not entry["memory_slots"]
+            slots = entry["num_slots"]
+            uneven = isinstance(slots, (list, tuple))
+            mean = round(sum(slots) / len(slots)) if uneven else slots
+            entries.append({"name": "window", "window": mean - sinks, "sinks": sinks})
+            same = same and not uneven and entry["recent"] is None
         else:
             entries.append(entry)
             same = same and entry["name"] in (SOFTMAX, "window")

@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
 
-from unsoftmax.kernels.gsa import layer as gsa_layer
-from unsoftmax.kernels.gsa.layer import GSAOptions
+from unsoftmax.kernels.gsa.layer import GatedSlotAttention, GSAOptions
 
 QUANTILES = {"p10": 0.1, "median": 0.5, "p90": 0.9}
 
@@ -32,52 +29,34 @@ def slot_lifetimes(model: Any, ids: torch.Tensor) -> list[dict[str, Any]]:
         [{"layer": n, "slots": {kind: {"p10", "median", "p90", "kept"}}}]; kept is the share of writes still
         there at the end. For the kinds see `kinds`.
     """
-    layers = {id(m): n for n, m in _gsa_layers(model)}
-    options = {n: m.options for n, m in _gsa_layers(model)}
     found = []
-    with _recorded_gates(model) as gates:
-        model(ids.to(model.device).unsqueeze(0), use_cache=False)
-    for key, log_gate in gates.items():
-        n = layers[key]
+    for n, mixer, log_gate in _gates(model, ids):
         lives, share = lifetimes_of(log_gate)
-        slots = {
-            kind: summarise(lives[..., part], share[..., part]) for kind, part in kinds(options[n]).items()
-        }
+        parts = kinds(mixer.options).items()
+        slots = {kind: summarise(lives[..., part], share[..., part]) for kind, part in parts}
         found.append({"layer": n, "slots": {kind: s for kind, s in slots.items() if s is not None}})
-    return sorted(found, key=lambda layer: layer["layer"])
+    return found
 
 
-def _gsa_layers(model: Any) -> list[tuple[int, Any]]:
-    attention = [(n, layer.self_attn) for n, layer in enumerate(model.model.layers)]
-    return [(n, m) for n, m in attention if isinstance(m, gsa_layer.GatedSlotAttention)]
-
-
-@contextlib.contextmanager
-def _recorded_gates(model: Any) -> Iterator[dict[int, torch.Tensor]]:
-    """Within the block, collects log_gate [T, H, M] of each layer's next call, keyed by the module's id."""
-    gates: dict[int, torch.Tensor] = {}
-    current: list[int] = []
-    soft, hard = gsa_layer.gsa, gsa_layer.slot_attention
-
-    def recording(q, k, v, log_gate, **options):
-        gates[current[-1]] = log_gate[0].double().cpu()
-        return soft(q, k, v, log_gate, **options)
-
-    def recording_writes(q, k, v, write, bias, *, num_slots, **options):
-        gates[current[-1]] = gates_of(write[0].cpu(), num_slots)
-        return hard(q, k, v, write, bias, num_slots=num_slots, **options)
-
+def _gates(model: Any, ids: torch.Tensor) -> Iterator[tuple[int, GatedSlotAttention, torch.Tensor]]:
+    """Each layer of gated slot attention with its log_gate [T, H, M] on the text."""
+    layers = [(n, layer.self_attn) for n, layer in enumerate(model.model.layers)]
+    layers = [(n, m) for n, m in layers if isinstance(m, GatedSlotAttention)]
+    inputs: dict[GatedSlotAttention, torch.Tensor] = {}
     hooks = [
-        m.register_forward_pre_hook(lambda module, _: current.append(id(module)))
-        for _, m in _gsa_layers(model)
+        m.register_forward_pre_hook(lambda module, args: inputs.update({module: args[0]})) for _, m in layers
     ]
-    gsa_layer.gsa, gsa_layer.slot_attention = recording, recording_writes
     try:
-        yield gates
+        model(ids.to(model.device).unsqueeze(0), use_cache=False)
     finally:
-        gsa_layer.gsa, gsa_layer.slot_attention = soft, hard
         for hook in hooks:
             hook.remove()
+    for n, m in layers:
+        x = inputs.pop(m)
+        if m.options.start == "paper":
+            yield n, m, m.soft_gates(x)[0].double().cpu()
+        else:
+            yield n, m, gates_of(m.writes(x)[0][0].unsqueeze(-1).cpu(), max(m.slots))
 
 
 def gates_of(write: torch.Tensor, num_slots: int) -> torch.Tensor:
@@ -119,9 +98,8 @@ def summarise(lives: torch.Tensor, share: torch.Tensor) -> dict[str, float] | No
 
 
 def kinds(options: GSAOptions) -> dict[str, slice]:
-    """Which slots are what, by the layer's options: sinks, the ring, and a memory ring for each rate."""
+    """Which slots are what, by the layer's options: the sinks, and the others."""
     if options.start != "ring":
         return {"slots": slice(None)}
-    names = ["sinks", "ring", *(f"memory, 1 token in {1 / rate:.0f}" for rate in options.memory_rates)]
-    edges = list(itertools.accumulate((options.sinks, *options.rings), initial=0))
-    return {name: slice(a, b) for name, a, b in zip(names, edges, edges[1:]) if b > a}
+    found = {"sinks": slice(0, options.sinks), "others": slice(options.sinks, None)}
+    return {name: part for name, part in found.items() if options.sinks or name == "others"}

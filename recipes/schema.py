@@ -50,11 +50,21 @@ class Calibration:
     tokens: int = 30_720
     """Tokens read, counted in the source's tokenizer."""
 
+    sharing_tokens: int = 16_384
+    """Tokens on which the teacher's loss tells how mixer.num_slots is shared out among the heads: the mean
+    stays num_slots, heads that need more get more (GSA with mixer.recent). 0: every head gets num_slots."""
+
     seed: int = 0
     """Seed of whatever a start draws at random."""
 
     def __post_init__(self) -> None:
         _need(self.tokens >= 1, "calibration.tokens", self.tokens, "at least 1, such as 30720")
+        _need(
+            self.sharing_tokens >= 0,
+            "calibration.sharing_tokens",
+            self.sharing_tokens,
+            "0 or more, such as 16384",
+        )
         _need(self.seed >= 0, "calibration.seed", self.seed, "0 or more")
 
 

@@ -34,7 +34,7 @@ def test_every_command_says_its_version(name, capsys):
     assert end.value.code == 0 and capsys.readouterr().out == f"{name} {unsoftmax.__version__}\n"
 
 
-@pytest.mark.parametrize("verb", ["fetch", "demo", "compare", "export", "doctor"])
+@pytest.mark.parametrize("verb", ["fetch", "demo", "compare", "explain", "export", "doctor"])
 def test_every_verb_of_unsoftmax_has_help(verb, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([verb, "--help"])
@@ -172,11 +172,9 @@ def test_convert_checkpoint_converts_and_its_dry_run_does_not(tmp_path, capsys):
         "--set",
         "mixer.num_slots=8",
         "--set",
-        "mixer.memory_slots=[2]",
-        "--set",
         "mixer.sinks=1",
         "--set",
-        "mixer.memory_rates=[0.125]",
+        "mixer.recent=3",
     ]
     assert cli.convert_checkpoint([*words, "--dry-run"]) == 0
     assert not out.exists() and "nothing was written" in capsys.readouterr().out

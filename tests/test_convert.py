@@ -27,7 +27,7 @@ from unsoftmax.kernels.mixer import Mixer
 from unsoftmax.recipes.schema import Recipe, parse_recipe
 
 RING = {"name": "gsa", "num_slots": 16, "sinks": 2}
-MEMORY = RING | {"memory_slots": [6], "memory_rates": [0.125]}
+MEMORY = RING | {"recent": 5}
 POLYSKETCH = {"name": "polysketch"}
 
 

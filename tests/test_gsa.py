@@ -7,6 +7,7 @@ import torch
 
 from tolerance import assert_all_as_good_as, assert_as_good_as
 from unsoftmax.kernels.gsa import chunked
+from unsoftmax.kernels.gsa import layer as layer_module
 from unsoftmax.kernels.gsa.chunked import gsa
 from unsoftmax.kernels.gsa.layer import GatedSlotAttention, GSAOptions
 from unsoftmax.kernels.gsa.reference import GSAState, gsa_reference
@@ -268,64 +269,53 @@ def test_the_ring_starts_as_softmax_in_a_window_with_sinks(sinks, device):
     assert_as_good_as("y", y, want, want)
 
 
-MEMORIES = {"one": ((4,), (0.3,)), "two": ((3, 2), (0.5, 0.2))}
-
-
-@pytest.mark.parametrize(("slots", "rates"), MEMORIES.values(), ids=MEMORIES)
-def test_each_ring_holds_the_latest_tokens_of_its_importance(slots, rates, device):
-    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=slots, memory_rates=rates)
+@pytest.mark.parametrize("num_slots", [12, (12, 7)], ids=["even", "a number for each head"])
+def test_each_head_attends_to_the_tokens_that_its_slots_hold(num_slots, device):
+    layer = layer_of(device, num_slots=num_slots, sinks=2, recent=4)
     x, rotary = rows(70, device)
     y, state = layer(x, rotary=rotary, keep_state=True)
 
     q, k, v = (t.transpose(1, 2) for t in layer.project(x, rotary))
-    i = torch.arange(70, device=device)[:, None]
-    j = i.T
-    score = torch.nn.functional.linear(x, layer.importance.weight).unsqueeze(-1) + layer.importance.bias
-    ring = (score >= 0).sum(-1).transpose(1, 2)  # [B, H, T]
-    there = (j < 2).expand(2, 2, 70, 70)
-    for c, size in enumerate(layer.options.rings):
-        mine = (ring == c) & (i.T[0] >= 2)
-        n = mine.cumsum(-1)
-        there = there | mine[:, :, None] & (n[..., None] - n[:, :, None] < size)
-        assert torch.equal(state.written[..., c], mine.sum(-1))
-    there = (there & (j <= i)).repeat_interleave(2, 1)
-    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=there, enable_gqa=True)
+    write = layer.writes(x)[0]
+    there = torch.zeros(2, 2, 70, 70, dtype=torch.bool, device=device)
+    for b in range(2):
+        for h in range(2):
+            held: dict[int, int] = {}
+            for i in range(70):
+                held[int(write[b, i, h])] = i
+                there[b, h, i, list(held.values())] = True
+            assert len(held) == layer.slots[h]
+            assert set(range(2)) | set(range(66, 70)) <= set(held.values()), "sinks and the latest stay"
+            mine = state.born.split(list(layer.slots), 1)[h][b]
+            assert mine.tolist() == [held[m] for m in range(layer.slots[h])]
+    o = torch.nn.functional.scaled_dot_product_attention(
+        q, k, v, attn_mask=there.repeat_interleave(2, 1), enable_gqa=True
+    )
     want = layer.o_proj(o.transpose(1, 2).flatten(2))
     assert_as_good_as("y", y, want, want)
+    assert state.k.shape == (2, sum(layer.slots), 8)
 
 
-def test_important_tokens_fill_the_memory_from_its_first_slot(device):
-    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=(4,), memory_rates=(0.3,))
-    for T in range(3, 20):
-        x, rotary = rows(T, device)
-        state = layer(x, rotary=rotary, keep_state=True)[1]
-        written = state.filled[..., -4:]
-        assert torch.equal(written, torch.arange(4, device=device) < state.written[..., 1:])
-
-
-def test_importance_feels_tokens_that_were_chosen_and_tokens_that_were_not(device):
-    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=(4,), memory_rates=(0.3,))
+def test_uneven_slots_pass_gradients_and_take_pieces_as_the_whole(device):
+    layer = layer_of(device, num_slots=(12, 7), sinks=2, recent=4)
     x, rotary = rows(70, device)
-    seen = []
-
-    def watch(module, inputs, score):
-        score.retain_grad()
-        seen.append(score)
-
-    layer.importance.register_forward_hook(watch)
-    y, _ = layer(x, rotary=rotary)
-    y.square().sum().backward()
-    chosen, grad = seen[0] >= 0, seen[0].grad
-    assert grad[:, :2].eq(0).all()  # sinks are never candidates
-    sizes = [grad[:, 20:][mask[:, 20:]].abs().median() for mask in (chosen, ~chosen)]
-    assert all(s > 1e-6 for s in sizes)
-    assert max(sizes) < 100 * min(sizes)
+    whole = layer(x, rotary=rotary)[0]
+    y, state, out = None, None, []
+    for a, b in ((0, 33), (33, 34), (34, 70)):
+        part = Rotary(rotary.cos[:, a:b], rotary.sin[:, a:b])
+        y, state = layer(x[:, a:b], rotary=part, state=state, keep_state=True)
+        out.append(y)
+    assert_as_good_as("y", torch.cat(out, 1), whole, whole)
+    x.requires_grad_()
+    layer(x, rotary=rotary)[0].square().sum().backward()
+    assert x.grad.isfinite().all() and x.grad.any()
+    assert layer.importance.weight.grad is None, "importance is fitted, not trained"
 
 
-def test_fit_finds_what_draws_attention_and_marks_the_rate_asked_for(device):
-    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=(4,), memory_rates=(0.25,))
-    x, _ = rows(120, device)
-    still = Rotary(torch.ones(1, 120, 8, device=device), torch.zeros(1, 120, 8, device=device))
+def test_fit_finds_what_draws_attention_and_how_it_falls_with_distance(device):
+    layer = layer_of(device, num_slots=12, sinks=2, recent=4)
+    x, _ = rows(400, device)
+    still = Rotary(torch.ones(1, 400, 8, device=device), torch.zeros(1, 400, 8, device=device))
     with torch.no_grad():  # keys that depend on x[0] alone; queries that all ask for it
         x[..., 1] = 1
         for p in (layer.q_proj, layer.k_proj):
@@ -334,38 +324,41 @@ def test_fit_finds_what_draws_attention_and_marks_the_rate_asked_for(device):
         layer.k_proj.weight[::8, 0] = 3.0
     report = layer.fit([(x, still)])
     assert report["explained"] > 0.8
-    assert report["important"] == pytest.approx(0.25, abs=0.01)
-    chosen = layer.importance(x)[..., 0] >= 0
-    assert x[..., 0][chosen[..., 0]].min() > x[..., 0].median()
-
-
-def test_thresholds_keep_away_from_scores_that_many_tokens_share(device):
-    layer = layer_of(device, num_slots=12, sinks=2, memory_slots=(2, 2), memory_rates=(0.3, 0.1))
-    x, rotary = rows(400, device)
-    few = x[:1, :9]  # as in the first layer: nine different tokens, all scores equal but for rounding
-    x = few[0, torch.randint(9, (2, 400), generator=torch.Generator().manual_seed(1)).to(device)]
-    layer.fit([(x * (1 + 1e-9 * torch.randn_like(x)), rotary)])
     score = layer.importance(x)
-    assert score.abs().min() > 1e-3 * score[..., 0].std(), "no score may sit on a threshold"
-    assert (score >= 0).double().mean((0, 1)).lt(0.6).all()
+    assert torch.corrcoef(torch.stack([score[0, :, 0].double(), x[0, :, 0]]))[0, 1] > 0.99
+    # Attention over all tokens so far falls as 1 / i, and the row's later queries are the farther ones.
+    assert 0 < layer.importance.decay[0] < 1.0
 
 
-def test_fit_refuses_rows_too_short_to_see_past_the_ring(device):
-    layer = layer_of(device, num_slots=40, memory_slots=(4,), memory_rates=(0.25,))
-    with pytest.raises(ValueError, match=r"rows have 30 tokens.*use rows of"):
-        layer.fit([rows(30, device)])
+def test_fit_measures_a_known_fall_with_distance(device):
+    bands = layer_module._Bands()
+    queries = torch.full((50,), 99, device=device)
+    for n, (near, _) in enumerate(bands.edges(200)):
+        received = torch.stack([torch.full((3, 50), 99 * math.exp(-a * n)) for a in (0.5, 1.5)], 1)
+        bands.add(near, received.to(device), queries, queries > 0)
+    assert bands.slope().tolist() == pytest.approx([0.5, 1.5], abs=1e-3)
+
+
+def test_fit_refuses_rows_too_short_to_see_far(device):
+    layer = layer_of(device, num_slots=40, recent=8)
+    with pytest.raises(ValueError, match=r"rows have 20 tokens.*use rows of"):
+        layer.fit([rows(20, device)])
+
+
+def test_slots_of_another_number_of_heads_are_refused(device):
+    with pytest.raises(ValueError, match=r"3 heads, and the layer has 2"):
+        layer_of(device, num_slots=(12, 7, 7), recent=4)
 
 
 BAD_OPTIONS = {
     "num_slots": {"num_slots": 0},
     "start": {"start": "rnig"},
-    "memory_rates is": {"memory_slots": (4,), "memory_rates": (1.5,)},
-    "they must fall": {"memory_slots": (4, 4), "memory_rates": (0.1, 0.2)},
-    "one share for each": {"memory_slots": (4, 4), "memory_rates": (0.1,)},
-    "each must be 1 or more": {"memory_slots": (0,), "memory_rates": (0.1,)},
+    "num_slots is \\[8, 0\\]": {"num_slots": (8, 0)},
     "sinks": {"sinks": -1},
-    "leaves no ring": {"memory_slots": (60,), "memory_rates": (0.1,)},
-    "mixer.start 'paper' has no memory": {"start": "paper", "memory_slots": (4,), "memory_rates": (0.1,)},
+    "leaves no slot": {"num_slots": (60, 4), "sinks": 4},
+    "recent is 0": {"recent": 0},
+    "mixer.start 'paper' has": {"start": "paper", "recent": 4},
+    "one num_slots": {"start": "paper", "num_slots": (4, 4)},
 }
 
 

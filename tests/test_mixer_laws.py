@@ -27,13 +27,8 @@ OPTIONS = {  # small, so that rows of 70 tokens cross every border; a mixer with
     "gsa": {
         "ring": {"num_slots": 16, "sinks": 3},
         "ring, no sinks": {"num_slots": 7, "sinks": 0},
-        "ring and memory": {"num_slots": 16, "sinks": 2, "memory_slots": (5,), "memory_rates": (0.4,)},
-        "ring and memories": {
-            "num_slots": 16,
-            "sinks": 2,
-            "memory_slots": (3, 4),
-            "memory_rates": (0.5, 0.2),
-        },
+        "slots that keep what is worth it": {"num_slots": 16, "sinks": 2, "recent": 5},
+        "one slot that does": {"num_slots": 9, "sinks": 2, "recent": 6},
         "paper": {"num_slots": 6, "start": "paper"},
     },
     "polysketch": {

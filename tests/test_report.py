@@ -159,14 +159,15 @@ def test_what_is_never_overwritten_counts_as_kept():
 
 def test_the_lifetimes_of_a_converted_model_are_those_of_its_rings(tmp_path):
     plain = GSAOptions(num_slots=16, sinks=2)
-    memory = GSAOptions(num_slots=16, sinks=2, memory_slots=(6,), memory_rates=(0.25,))
+    memory = GSAOptions(num_slots=(16, 12), sinks=2, recent=8)
     entries = [{"name": "gsa", **dataclasses.asdict(options)} for options in (plain, memory)]
     model = load(tiny_source(tmp_path / "source"), layer_mixers=[entries[0], {"name": "softmax"}, entries[1]])
     found = {layer["layer"]: layer["slots"] for layer in slot_lifetimes(model, torch.randint(0, 256, (100,)))}
     assert list(found) == [0, 2], "layer 1 kept its softmax"
-    assert found[0]["ring"] == pytest.approx({"p10": 14, "median": 14, "p90": 14, "kept": 0})
-    assert list(found[2]) == ["sinks", "ring", "memory, 1 token in 4"]
-    assert found[2]["ring"]["p10"] >= 8, "a ring of 8 slots that some tokens leave out"
+    assert found[0]["others"] == pytest.approx({"p10": 14, "median": 14, "p90": 14, "kept": 0})
+    assert list(found[2]) == ["sinks", "others"]
+    assert found[2]["others"]["p10"] >= 8, "the latest 8 stay"
+    assert found[2]["others"]["p90"] > found[0]["others"]["p90"], "and some for longer than in a ring"
     assert found[2]["sinks"]["kept"] == 1
 
 

@@ -27,7 +27,7 @@ from unsoftmax.train.packing import IGNORE, Batch, Row, batches, collate
 BIN = Path(sys.executable).parent
 SOFTMAX = {"name": "softmax"}
 RING = {"name": "gsa", "num_slots": 8, "sinks": 2}
-MEMORY = {**RING, "memory_slots": [3], "memory_rates": [0.3]}
+MEMORY = {**RING, "recent": 3}
 SKETCH = {"name": "polysketch", "sketch_size": 8, "block": 16, "local": "softmax", "window": 16, "sinks": 2}
 STARTS = {  # what a recipe can ask for; the last, every mixer at once, is for what goes around the recipe
     "start": [MEMORY, SOFTMAX, RING],

@@ -18,7 +18,7 @@ from unsoftmax.convert.model import CONVERTED_MODELS
 from unsoftmax.convert.source import INDEX, SINGLE, open_source, read_header
 from unsoftmax.convert.weights import differing_copies, plan_weights, skeleton, write_weights
 
-MEMORY = {"name": "gsa", "num_slots": 16, "sinks": 2, "memory_slots": [6], "memory_rates": [0.125]}
+MEMORY = {"name": "gsa", "num_slots": 16, "sinks": 2, "recent": 8}
 
 
 def planned(folder: Path, entry: dict | None = None, **opening):
@@ -83,7 +83,7 @@ def test_wide_tensors_come_first_so_that_each_is_aligned(tmp_path):
 
 def test_the_missing_set_is_exactly_what_the_mixers_declare(tmp_path):
     _, plan = planned(tiny_source(tmp_path / "s"))
-    names = ("importance.weight", "importance.bias")
+    names = ("importance.weight", "importance.decay")
     assert plan.new.keys() == {f"model.layers.{i}.self_attn.{n}" for i in range(3) for n in names}
     assert all(item.dtype == torch.float32 for item in plan.new.values())
     assert planned(tmp_path / "s", {"name": "softmax"})[1].new == {}

@@ -1,22 +1,20 @@
 """The gated slot attention layer: a start that keeps the teacher ("ring"), and the published one ("paper").
 
 ring    The teacher's q, k, v, rotary positions and scale. Each token replaces one slot and all others stay
-        exactly as they are (onehot.py), so the layer is softmax over the tokens that are still there. Token
-        t < sinks takes slot t, which nothing overwrites. The other slots are rings, each overwritten in
-        turn: one for tokens of no importance, which holds the latest of them, and one for each of
-        memory_slots. A token goes to ring c, the number of thresholds that its importance reaches: the more
-        important, the rarer its company, and the longer it stays. Importance is w x for each key/value
-        head, the thresholds are -b_c (both in `importance`, fitted in closed form by `fit`). The choice is
-        hard; its gradient comes through biases of value 0, see _straight_through. Without memory_slots the
-        layer begins as the teacher inside a window of num_slots - sinks tokens.
+        exactly as they are (onehot.py), so the layer is softmax over the tokens that are still there. Which
+        slot: keep.py. With `recent` None the slots are a ring, and the layer begins as the teacher inside a
+        window of num_slots - sinks tokens. With a number, only so many of the latest tokens are sure to
+        stay; all others stay while they are worth it, by an importance w x of each key/value head and its
+        fall with age, both fitted in closed form (`fit`). Importance and decay are not trained: a hard
+        choice has no gradient, and a straight-through one changed nothing that was measured.
 paper   SiLU on q, k, v; no rotary positions; scale 1; log_gate = logsigmoid(f_proj x) / 8; SiLU and RMSNorm
         on the output (arXiv:2409.07146, as in its public layer).
 """
 
-import itertools
-from collections.abc import Iterable
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from statistics import NormalDist
 from typing import NamedTuple
 
 import torch
@@ -24,6 +22,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from unsoftmax.kernels.gsa.chunked import gsa
+from unsoftmax.kernels.gsa.keep import Keep, choose_slots, ring_slots
 from unsoftmax.kernels.gsa.onehot import slot_attention
 from unsoftmax.kernels.gsa.onehot_reference import SlotState
 from unsoftmax.kernels.gsa.reference import GSAState
@@ -32,96 +31,83 @@ from unsoftmax.kernels.mixer import AttentionShape, Mixer, MixerOptions, Rotary,
 DAMPING = 8.0  # the paper's tau
 NORM_EPS = 1e-5
 RIDGE = 1e-3  # of the mean variance of x
-FAR_QUERIES = 32  # a token's importance is a mean over at least as many later queries, if rows allow
-NEAR_COUNT = 0.05  # how far, of the count asked for, a threshold may move to a wider gap between scores
-LEAST_GAP = 1e-4  # of the scores' standard deviation: narrower gaps are rounding
+FAR = 24  # tokens: importance is the attention from so far or farther
+FAR_QUERIES = 24  # a mean over at least as many later queries, if rows allow
 QUERY_BLOCK = 256  # rows of attention held at once while fitting
 
 
 @dataclass(frozen=True)
 class GSAOptions(MixerOptions):
-    num_slots: int = 64
-    """Slots of each key/value head."""
+    num_slots: int | tuple[int, ...] = 64
+    """Slots of each key/value head: one number, or one for each head of the layer (ring start)."""
     start: str = "ring"
     """"ring" keeps the teacher inside a window; "paper" is the published layer."""
     sinks: int = 4
     """First tokens of a document that stay for good (ring start)."""
-    memory_slots: tuple[int, ...] = ()
-    """Slots, of num_slots, of each ring that only important tokens enter, the rarest last (ring start)."""
-    memory_rates: tuple[float, ...] = ()
-    """For each of memory_slots, the share of calibration tokens that enter it or a rarer one; falling."""
+    recent: int | None = None
+    """Latest tokens sure to stay, such as 16; null: all slots but the sinks are theirs (ring start)."""
 
     def __post_init__(self) -> None:
-        for key in ("memory_slots", "memory_rates"):  # JSON has lists
-            object.__setattr__(self, key, tuple(getattr(self, key)))
-        slots, rates = self.memory_slots, self.memory_rates
-        if self.num_slots < 1:
-            raise ValueError(f"mixer.num_slots is {self.num_slots}; it must be at least 1, such as 64")
+        if not isinstance(self.num_slots, int):  # JSON has lists
+            object.__setattr__(self, "num_slots", tuple(self.num_slots))
         if self.start not in ("ring", "paper"):
             raise ValueError(f"mixer.start is {self.start!r}; it must be 'ring' or 'paper'")
-        if self.start == "paper" and slots:
-            raise ValueError(
-                f"mixer.memory_slots is {list(slots)}, but mixer.start 'paper' has no memory; "
-                "use [], or mixer.start 'ring'"
-            )
         if self.sinks < 0:
             raise ValueError(f"mixer.sinks is {self.sinks}; it must be 0 or more")
-        if any(n < 1 for n in slots):
-            raise ValueError(f"mixer.memory_slots is {list(slots)}; each must be 1 or more, such as [12, 12]")
-        if len(rates) != len(slots):
+        shown = self.num_slots if isinstance(self.num_slots, int) else list(self.num_slots)
+        if not self.each or min(self.each) < 1:
+            raise ValueError(f"mixer.num_slots is {shown}; it must be at least 1, such as 64")
+        if self.recent is not None and self.recent < 1:
+            raise ValueError(f"mixer.recent is {self.recent}; it must be at least 1, such as 16, or null")
+        if self.start == "paper" and (self.recent is not None or not isinstance(self.num_slots, int)):
+            key, value = ("recent", self.recent) if self.recent is not None else ("num_slots", shown)
             raise ValueError(
-                f"mixer.memory_rates is {list(rates)}; it needs one share for each of mixer.memory_slots "
-                f"{list(slots)}, such as {[round(0.25 / 3**n, 3) for n in range(len(slots))]}"
+                f"mixer.{key} is {value}, but mixer.start 'paper' has one num_slots and no recent; "
+                "use 64 and null, or mixer.start 'ring'"
             )
-        if any(not 0 < r < 1 for r in rates) or any(a <= b for a, b in itertools.pairwise(rates)):
+        if self.start == "ring" and min(self.each) <= self.sinks:
             raise ValueError(
-                f"mixer.memory_rates is {list(rates)}; they must fall, between 1 and 0, such as "
-                f"{[round(0.25 / 3**n, 3) for n in range(len(rates))]}"
-            )
-        if self.start == "ring" and self.ring < 1:
-            raise ValueError(
-                f"mixer.num_slots is {self.num_slots}, which leaves no ring beside mixer.sinks {self.sinks} "
-                f"and mixer.memory_slots {list(slots)}; at least {self.sinks + sum(slots) + 1} would"
+                f"mixer.num_slots is {shown}, which leaves no slot beside mixer.sinks {self.sinks}; "
+                f"at least {self.sinks + 1} would"
             )
 
     @property
-    def ring(self) -> int:
-        """Slots that hold the latest of the tokens of no importance."""
-        return self.num_slots - self.sinks - sum(self.memory_slots)
+    def each(self) -> tuple[int, ...]:
+        """num_slots as a tuple: of one number, or of one for each head."""
+        return (self.num_slots,) if isinstance(self.num_slots, int) else self.num_slots
 
-    @property
-    def rings(self) -> tuple[int, ...]:
-        """Slots of every ring, the one for tokens of no importance first."""
-        return self.ring, *self.memory_slots
+    def slots(self, heads: int) -> tuple[int, ...]:
+        """Slots of each of the layer's key/value heads."""
+        return self.each * heads if len(self.each) == 1 else self.each
 
 
 class RingState(NamedTuple):
-    """k and v of the slots [B, H, M, D], which of them hold a token [B, H, M] bool; int64 counts of the real
-    tokens seen [B] and of those written to each ring [B, H, rings]. Biases, all 0, are not kept."""
+    """k, v of every head's slots, one head after another [B, slots of all heads, D]; the tokens in them, by
+    index in the document (int64, -1: empty) and importance (float32), both [B, slots of all heads]; tokens
+    seen [B] int64."""
 
     k: torch.Tensor
     v: torch.Tensor
-    filled: torch.Tensor
+    born: torch.Tensor
+    importance: torch.Tensor
     seen: torch.Tensor
-    written: torch.Tensor
 
 
 class Importance(nn.Module):
-    """Scores of x [B, T, hidden] against each threshold of each key/value head, [B, T, H, thresholds].
+    """Log attention that tokens x [B, T, hidden] get from afar, [B, T, H] float32, and its fall with age.
 
-    In float32 at least, so that a choice does not hang on the rounding of a matmul.
+    In float32 at least, so that a choice does not hang on the rounding of a matmul. Not trained.
     """
 
-    def __init__(self, hidden_size: int, heads: int, thresholds: int) -> None:
+    def __init__(self, hidden_size: int, heads: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads, hidden_size))
-        self.bias = nn.Parameter(torch.empty(heads, thresholds))
+        self.weight = nn.Parameter(torch.empty(heads, hidden_size), requires_grad=False)
+        self.decay = nn.Parameter(torch.empty(heads), requires_grad=False)
 
+    @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         with torch.autocast(x.device.type, enabled=False):
-            wide = _wide(x)
-            score = F.linear(x.to(wide), self.weight.to(wide))
-            return score.unsqueeze(-1) + self.bias.to(wide)
+            return F.linear(x.to(_wide(x)), self.weight.to(_wide(x))).float()
 
 
 class GatedSlotAttention(Mixer):
@@ -133,24 +119,33 @@ class GatedSlotAttention(Mixer):
     def __init__(self, shape: AttentionShape, options: GSAOptions) -> None:
         super().__init__(shape, options)
         H = shape.num_kv_heads
+        if len(options.each) not in (1, H):
+            raise ValueError(
+                f"mixer.num_slots is {list(options.each)}, of {len(options.each)} heads, and the layer has "
+                f"{H}; give one number, or {H}"
+            )
         if options.start == "paper":
-            self.f_proj = nn.Linear(shape.hidden_size, H * options.num_slots, bias=False)
+            self.f_proj = nn.Linear(shape.hidden_size, H * options.each[0], bias=False)
             self.g_norm = nn.RMSNorm(shape.num_heads * shape.head_dim, eps=NORM_EPS)
-        elif options.memory_slots:
-            self.importance = Importance(shape.hidden_size, H, len(options.memory_slots))
+        elif options.recent is not None:
+            self.importance = Importance(shape.hidden_size, H)
         if self.has_storage():
             self.reset_new_parameters()
 
+    @property
+    def slots(self) -> tuple[int, ...]:
+        """Slots of each key/value head."""
+        return self.options.slots(self.shape.num_kv_heads)
+
     @torch.no_grad()
     def reset_new_parameters(self) -> None:
-        """f_proj normal, 0.02; g_norm ones; importance picks memory_rates of random x of unit RMS."""
+        """f_proj normal, 0.02; g_norm ones; importance of random x is normal, and falls by 1 a doubling."""
         if self.options.start == "paper":
             nn.init.normal_(self.f_proj.weight, std=0.02)
             nn.init.ones_(self.g_norm.weight)
-        elif self.options.memory_slots:
+        elif self.options.recent is not None:
             nn.init.normal_(self.importance.weight, std=self.shape.hidden_size**-0.5)
-            for c, rate in enumerate(self.options.memory_rates):
-                nn.init.constant_(self.importance.bias[:, c], -NormalDist().inv_cdf(1 - rate))
+            nn.init.ones_(self.importance.decay)
 
     def forward(
         self,
@@ -177,124 +172,201 @@ class GatedSlotAttention(Mixer):
 
     def _paper(self, x, mask, cu_seqlens, state: GSAState | None) -> tuple[torch.Tensor, GSAState]:
         q, k, v = (F.silu(t) for t in self.project(x, None))
-        gate = self._soft_gates(x, mask)
+        gate = self.soft_gates(x, mask)
         o, state = gsa(q, k, v, gate, scale=1.0, state=state, cu_seqlens=cu_seqlens)
         wide, weight = F.silu(o.flatten(2).to(_wide(x))), self.g_norm.weight
         return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), NORM_EPS).to(o.dtype), state
 
     def _ring(self, x, rotary, mask, cu_seqlens, state: RingState | None) -> tuple[torch.Tensor, RingState]:
         q, k, v = self.project(x, rotary)
-        seen = None if state is None else state.seen
-        index = token_index(mask, cu_seqlens, seen, (x.shape[0], x.shape[1]), x.device)
-        real = torch.ones_like(index, dtype=torch.bool) if mask is None else mask.bool()
-        write, bias, written = self._writes(x, index, real, state, cu_seqlens)
-        slots = None
-        if state is not None:
-            slots = SlotState(state.k, state.v, torch.where(state.filled, 0.0, -torch.inf))
-        o, slots = slot_attention(
-            q,
-            k,
-            v,
-            write,
-            bias,
-            num_slots=self.options.num_slots,
-            scale=self.scale,
-            state=slots,
-            cu_seqlens=cu_seqlens,
-        )
-        filled = slots.bias > -torch.inf
-        if cu_seqlens is not None:
-            now = cu_seqlens.diff()
-        else:
-            now = real.sum(1).expand(len(x)) + (0 if seen is None else seen)
-        return o.flatten(2), RingState(slots.k, slots.v, filled, now, written)
+        write, keep = self.writes(x, mask, cu_seqlens, state)
+        o, K, V = self._read(q, k, v, write, cu_seqlens, state)
+        flat = [torch.cat([t[:, h, :n] for h, n in enumerate(self.slots)], 1) for t in keep]
+        now = self._seen(x, mask, cu_seqlens, state)
+        return o.flatten(2), RingState(K, V, *flat, now)
 
-    def _soft_gates(self, x: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
-        """[B, T, H, M]; the sigmoid in float32, where half-lives over 300 tokens still exist."""
+    def _read(self, q, k, v, write, cu_seqlens, state: RingState | None) -> tuple[torch.Tensor, ...]:
+        """Attention over the slots: heads of as many slots together. o, and k and v of the slots."""
+        slots, H, ends = self.slots, self.shape.num_kv_heads, {}
+        parts: list[tuple[list[int], torch.Tensor]] = []
+        for n in sorted(set(slots)):
+            heads = [h for h in range(H) if slots[h] == n]
+            every = len(heads) == H
+            pick = torch.tensor(heads, device=q.device)
+
+            def own(t, pick=pick, every=every):
+                return t if every else t.index_select(2, pick)
+
+            old = None
+            if state is not None:
+                rows = [self._slice(t, heads) for t in (state.k, state.v, state.born)]
+                old = SlotState(rows[0], rows[1], torch.where(rows[2] < 0, -torch.inf, 0.0))
+            queries = q if every else q.unflatten(2, (H, -1)).index_select(2, pick).flatten(2, 3)
+            o, new = slot_attention(
+                queries,
+                own(k),
+                own(v),
+                own(write).unsqueeze(-1),
+                num_slots=n,
+                scale=self.scale,
+                state=old,
+                cu_seqlens=cu_seqlens,
+            )
+            parts.append((heads, o.unflatten(2, (len(heads), -1))))
+            ends |= {h: (new.k[:, at], new.v[:, at]) for at, h in enumerate(heads)}
+        if len(parts) == 1:
+            o = parts[0][1]
+        else:
+            back = torch.tensor([h for heads, _ in parts for h in heads], device=q.device).argsort()
+            o = torch.cat([o for _, o in parts], 2).index_select(2, back)
+        K, V = (torch.cat([ends[h][i] for h in range(H)], 1) for i in (0, 1))
+        return o.flatten(2, 3), K, V
+
+    def _slice(self, t: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
+        """Some heads' slots, all as many, of a state's tensor: [B, heads, M, ...]."""
+        cut = t.split(list(self.slots), 1)
+        return torch.stack([cut[h] for h in heads], 1)
+
+    def soft_gates(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
+        """log_gate [B, T, H, M] of the paper start; the sigmoid in float32, for half-lives over 300."""
         logit = self.f_proj(x.to(self.f_proj.weight.dtype)).unflatten(
-            -1, (self.shape.num_kv_heads, self.options.num_slots)
+            -1, (self.shape.num_kv_heads, self.options.each[0])
         )
         gate = F.logsigmoid(logit.to(_wide(x))) / DAMPING
         return gate if mask is None else gate.masked_fill(~mask.bool()[:, :, None, None], 0.0)
 
-    def _writes(
+    def writes(
         self,
         x: torch.Tensor,
-        index: torch.Tensor,
-        real: torch.Tensor,
-        state: RingState | None,
-        cu_seqlens: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """write, bias [B, T, H, 1] and tokens written to each ring [N, H, rings]; index as of token_index."""
-        opt, (B, T, _), H = self.options, x.shape, self.shape.num_kv_heads
-        free = (real & (index >= opt.sinks)).expand(B, T).unsqueeze(-1)  # tokens that go to a ring
-        bias, ring = None, torch.zeros(B, T, H, dtype=torch.int64, device=x.device)
-        if opt.memory_slots:
-            score = self.importance(x)
-            ring = (score >= 0).sum(-1)
-            bias = _straight_through(score, ring, free).unsqueeze(-1)
-        mine = F.one_hot(ring, len(opt.rings)) * free.unsqueeze(-1)  # [B, T, H, rings]
-        total = F.pad(mine.cumsum(1), (0, 0, 0, 0, 1, 0))  # before token t, at t
+        mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        state: RingState | None = None,
+        slots: tuple[int, ...] | None = None,
+    ) -> tuple[torch.Tensor, Keep]:
+        """The slot each token of x overwrites, [B, T, H] int64 (-1: none), and what then is in the slots.
+
+        cu_seqlens: int64.
+        slots: other numbers of slots than the layer's own, the heads repeated to match: head h of the result
+            is head h mod H of the layer.
+        """
+        opt, (B, T, _), slots = self.options, x.shape, slots or self.slots
+        repeats = len(slots) // self.shape.num_kv_heads
+        index = token_index(mask, cu_seqlens, None if state is None else state.seen, (B, T), x.device)
+        index, real = index.expand(B, T), None if mask is None else mask.bool()
+        if opt.recent is None:
+            return ring_slots(index, self._seen(x, mask, cu_seqlens, state), slots, opt.sinks, real)
+        old = None
+        if state is not None:
+            pads = ((state.born, -1), (state.importance, 0.0))
+            own = [(t.split(list(self.slots), 1), fill) for t, fill in pads]
+            wide = max(slots)
+            old = Keep(
+                *(torch.stack([F.pad(s, (0, wide - s.shape[1]), value=f) for s in t], 1) for t, f in own)
+            )
+        return choose_slots(
+            self.importance(x).repeat(1, 1, repeats),
+            self.importance.decay.repeat(repeats),
+            index,
+            slots,
+            sinks=opt.sinks,
+            recent=opt.recent,
+            real=real,
+            state=old,
+            cu_seqlens=cu_seqlens,
+        )
+
+    def _seen(self, x, mask, cu_seqlens, state: RingState | None) -> torch.Tensor:
+        """Real tokens so far of each row or document [N] int64."""
         if cu_seqlens is not None:
-            start = (torch.arange(T, device=x.device) - index[0]).clamp_min(0)
-            before = total[:, :-1] - total[:, start]
-            written = total[0, cu_seqlens[1:]] - total[0, cu_seqlens[:-1]]
-        else:
-            earlier = 0 if state is None else state.written.unsqueeze(1)
-            before, written = total[:, :-1] + earlier, (total + earlier)[:, -1]
-        size = torch.tensor(opt.rings, device=x.device)
-        first = opt.sinks + size.cumsum(0) - size
-        turn = before.gather(-1, ring.unsqueeze(-1)).squeeze(-1) % size[ring]
-        slot = torch.where(free, first[ring] + turn, index.unsqueeze(-1))
-        return torch.where(real.unsqueeze(-1), slot, -1).unsqueeze(-1), bias, written
+            return cu_seqlens.diff().long()
+        here = torch.full((len(x),), x.shape[1], device=x.device) if mask is None else mask.long().sum(1)
+        return here if state is None else here + state.seen
 
     @torch.no_grad()
     def fit(self, batches: Iterable[tuple[torch.Tensor, Rotary]]) -> dict[str, float]:
-        """Fit importance: ridge regression on x of the log attention that a token gets `ring` later or more.
+        """Fit importance and decay to the attention that the teacher's tokens get from afar.
 
-        The thresholds are then set so that about memory_rates of the calibration tokens reach them. In
-        float64; the same text gives the same bits. Returns the tokens, the share of variance explained and
-        the share in any memory (means over heads); {} if there is no memory.
+        Importance: ridge regression on x of the log of the mean attention from FAR tokens later or more.
+        Decay: the slope of that log over log2 of the distance, by least squares over bands of a doubling
+        each. In float64; the same text gives the same bits. Returns the share of variance explained and the
+        decay (means over heads) and the tokens; {} if all slots are a ring.
         """
-        if not self.options.memory_slots:
+        if self.options.recent is None:
             return {}
-        sums = _Moments()
+        sums, bands = _Moments(), _Bands()
         for x, rotary in batches:
-            target, usable = self._far_attention(x, rotary)
+            target, usable = self._far_attention(x, rotary, bands)
             sums.add(x[:, usable].flatten(0, 1).double(), target[:, usable].flatten(0, 1).double())
         weight, explained = sums.ridge()
         self.importance.weight.copy_(weight.T)
-        self.importance.bias.zero_()
-        scores = torch.cat(
-            [self.importance(x)[:, self.options.sinks :, :, 0].flatten(0, 1) for x, _ in batches]
-        )
-        top = scores.sort(0, descending=True).values
-        for c, share in enumerate(self.options.memory_rates):
-            count = max(1, round(share * len(scores)))
-            for h, ranked in enumerate(top.unbind(1)):
-                self.importance.bias[h, c] = -_threshold(ranked, count)
-        rate = (scores + self.importance.bias[:, 0] >= 0).double().mean().item()
-        return {"tokens": float(len(scores)), "explained": explained, "important": rate}
+        self.importance.decay.copy_(bands.slope())
+        decay = self.importance.decay.double().mean().item()
+        return {"tokens": float(sums.n), "explained": explained, "decay": decay}
 
-    def _far_attention(self, x: torch.Tensor, rotary: Rotary) -> tuple[torch.Tensor, torch.Tensor]:
-        """log mean attention [B, T, H] a token gets `ring` later or more, and who has enough later [T]."""
-        opt, T = self.options, x.shape[1]
+    def _far_attention(
+        self, x: torch.Tensor, rotary: Rotary, bands: _Bands
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """log mean attention [B, T, H] from FAR later or more, and who has enough later [T]; bands too."""
+        opt, (B, T, _), H = self.options, x.shape, self.shape.num_kv_heads
         q, k, _ = (t.to(_wide(x)) for t in self.project(x, rotary))
-        q = q.unflatten(2, (self.shape.num_kv_heads, -1)).permute(0, 2, 3, 1, 4)  # [B, H, G, T, D]
+        q = q.unflatten(2, (H, -1)).permute(0, 2, 3, 1, 4)  # [B, H, G, T, D]
         k = k.permute(0, 2, 3, 1).unsqueeze(2)  # [B, H, 1, D, T]
-        j, received = torch.arange(T, device=x.device), 0.0
+        j = torch.arange(T, device=x.device)
+        edges = bands.edges(T)
+        received = x.new_zeros(len(edges), B, H, T, dtype=_wide(x))
         for i in j.split(QUERY_BLOCK):
             logit = (q[..., i, :] @ k) * self.scale
-            p = logit.masked_fill(i[:, None] < j, -torch.inf).softmax(-1)
-            received = received + (p.sum(2) * (i[:, None] - j >= opt.ring)).sum(-2)
-        later = (T - opt.ring - j).clamp_min(0)
-        usable = (later >= max(1, min(FAR_QUERIES, (T - opt.ring) // 4))) & (j >= opt.sinks)
+            p = logit.masked_fill(i[:, None] < j, -torch.inf).softmax(-1).sum(2)
+            for total, (near, far) in zip(received, edges):
+                age = i[:, None] - j
+                total += (p * ((age >= near) & (age < far))).sum(-2)
+        for total, (near, far) in zip(received, edges):
+            queries = (T - near - j).clamp(0, far - near)
+            bands.add(near, total, queries, (queries >= FAR_QUERIES) & (j >= opt.sinks))
+        later = (T - FAR - j).clamp_min(0)
+        usable = (later >= max(1, min(FAR_QUERIES, (T - FAR) // 4))) & (j >= opt.sinks)
         if not usable.any():
             raise ValueError(
-                f"calibration rows have {T} tokens, too few to see past mixer.sinks {opt.sinks} and a ring "
-                f"of {opt.ring}; use rows of {2 * (opt.ring + opt.sinks) + FAR_QUERIES} or more"
+                f"calibration rows have {T} tokens, too few to see attention from {FAR} tokens on; "
+                f"use rows of {2 * (FAR + opt.sinks) + FAR_QUERIES} or more"
             )
-        return (received / later.clamp_min(1) + 1e-6).log().transpose(1, 2), usable
+        return _log_mean(received.sum(0), later).transpose(1, 2), usable
+
+
+def _log_mean(received: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
+    return (received / queries.clamp_min(1) + 1e-6).log()
+
+
+class _Bands:
+    """Mean log attention by distance: FAR to twice that, and so on, each to double."""
+
+    def __init__(self) -> None:
+        self.sums: dict[int, torch.Tensor] = {}
+        self.counts: dict[int, int] = {}
+
+    @staticmethod
+    def edges(T: int) -> list[tuple[int, int]]:
+        found, near = [], FAR
+        while near < max(T, FAR + 1):
+            found.append((near, 2 * near))
+            near *= 2
+        return found
+
+    def add(self, near: int, received: torch.Tensor, queries: torch.Tensor, usable: torch.Tensor) -> None:
+        """received [B, H, T], from so many queries [T] of the band that begins at `near`."""
+        if usable.any():
+            logs = _log_mean(received, queries)[..., usable].double()
+            self.sums[near] = self.sums.get(near, 0) + logs.sum((0, 2))
+            self.counts[near] = self.counts.get(near, 0) + logs.shape[0] * logs.shape[2]
+
+    def slope(self) -> torch.Tensor:
+        """Loss of log attention with each doubling [H], at least 0; 1 if rows show fewer than two bands."""
+        if len(self.sums) < 2:
+            return torch.ones(())
+        logs = torch.stack([self.sums[near] / self.counts[near] for near in sorted(self.sums)])  # [bands, H]
+        step = torch.arange(len(logs), dtype=torch.float64, device=logs.device)
+        step = (step - step.mean()).unsqueeze(-1)
+        return (-(step * logs).sum(0) / step.square().sum()).clamp_min(0)
 
 
 class _Moments:
@@ -325,34 +397,6 @@ class _Moments:
         left = self.yy / self.n - y * y
         explained = (2 * (weight * xy).sum(0) - (weight * (xx @ weight)).sum(0)) / left.clamp_min(1e-12)
         return weight, explained.mean().item()
-
-
-def _threshold(ranked: torch.Tensor, count: int) -> torch.Tensor:
-    """A threshold that about `count` of the falling scores [N] reach, as far from any of them as can be.
-
-    In the first layer a score depends on the token alone, so many are equal but for rounding: a threshold
-    among them would leave the ring of a common token to the last bit of a matmul.
-    """
-    if len(ranked) < 2:
-        return ranked[0]
-    gap, rank = -ranked.diff(), torch.arange(1, len(ranked), device=ranked.device)
-    best = torch.where((rank - count).abs() <= count * NEAR_COUNT, gap, -1.0).argmax()
-    clear = gap > LEAST_GAP * ranked.std()
-    if not clear[best] and clear.any():
-        best = torch.where(clear, (rank - count).abs(), len(ranked)).argmin()
-    return (ranked[best] + ranked[best + 1]) / 2
-
-
-def _straight_through(score: torch.Tensor, ring: torch.Tensor, free: torch.Tensor) -> torch.Tensor:
-    """Biases [B, T, H] of the tokens' copies: all 0, with slopes for score [B, T, H, thresholds].
-
-    With w = sigmoid(score) of the threshold that put it there, a token in a memory has the slope of log w: it
-    learns from every read while it is there. A token passed over has that of w at the first threshold, as
-    log(1 + w) has at the hard w = 0: it learns for as long as it lives.
-    """
-    held = score.gather(-1, (ring - 1).clamp_min(0).unsqueeze(-1)).squeeze(-1)
-    soft = torch.where(ring > 0, F.logsigmoid(held), held.sigmoid())
-    return torch.where(free, soft - soft.detach(), 0.0)
 
 
 def _wide(x: torch.Tensor) -> torch.dtype:

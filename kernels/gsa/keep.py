@@ -1,0 +1,147 @@
+"""Which slot a token takes: the first tokens stay, the latest stay, the rest stay while they are worth it.
+
+A key/value head has M slots. The tokens of a document, i = 0, 1, ..., fill them in order; after that token i
+takes the slot of the token j that is worth least,
+
+    worth_j(i) = importance_j - decay log2(i - j)
+
+among those that are neither one of the first `sinks` nor one of the last `recent`. importance is the head's
+estimate of the log of the attention that j gets from afar, and decay its loss with each doubling of the
+distance: attention falls about as a power of distance, so worth is the log of what j would get next. With
+recent = M - sinks the oldest token is the only candidate: the slots are a ring, a window of M - sinks tokens.
+
+The choice is made one token after another, in float32, and has no gradient.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+from typing import NamedTuple
+
+import torch
+
+NEVER = -1  # born of an empty slot
+
+
+class Keep(NamedTuple):
+    """The token in each slot, [B, H, M]: its index in the document (int64, NEVER where empty) and its
+    importance (float32)."""
+
+    born: torch.Tensor
+    importance: torch.Tensor
+
+
+def ring_slots(
+    index: torch.Tensor, counts: torch.Tensor, slots: tuple[int, ...], sinks: int, real: torch.Tensor | None
+) -> tuple[torch.Tensor, Keep]:
+    """choose_slots with recent = M - sinks, all tokens at once.
+
+    index [B, T]; counts [N]: seen after the last, by row or document. Returns as choose_slots.
+    """
+    size = torch.tensor(slots, device=index.device)
+    i = index.unsqueeze(-1)
+    write = torch.where(i < size, i, sinks + (i - sinks) % (size - sinks))
+    write = write if real is None else torch.where(real.unsqueeze(-1), write, -1)
+    slot = torch.arange(max(slots), device=index.device)
+    last = counts.view(-1, 1, 1) - 1
+    born = last - (last - slot) % (size - sinks).unsqueeze(-1)
+    born = torch.where(slot < sinks, slot, born)
+    held = (slot <= last) & (slot < size.unsqueeze(-1))
+    born = torch.where(held, born, NEVER)
+    return write, Keep(born, torch.zeros(born.shape, device=index.device))
+
+
+def choose_slots(
+    importance: torch.Tensor,
+    decay: torch.Tensor,
+    index: torch.Tensor,
+    slots: tuple[int, ...],
+    *,
+    sinks: int,
+    recent: int,
+    real: torch.Tensor | None = None,
+    state: Keep | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    backend: str | None = None,
+) -> tuple[torch.Tensor, Keep]:
+    """The slot that each token overwrites.
+
+    Args:
+        importance: [B, T, H] float32.
+        decay: [H] float32, loss of worth for each doubling of a token's age.
+        index: [B, T] integers, of each token in its document; padding may hold anything.
+        slots: M of each of the H heads; the tensors of the state have the largest of them.
+        sinks: first tokens that are never overwritten, fewer than any of `slots`.
+        recent: latest tokens that are never overwritten; a head of fewer slots keeps as many as it can.
+        real: [B, T] bool, False at padding, which takes no slot; None: every token is real.
+        state: before the first token; None starts empty. Not changed.
+        cu_seqlens: [N + 1] int64, documents packed in one row (B = 1); excludes real and state.
+        backend: "triton" or "torch"; None chooses Triton on CUDA.
+
+    Returns:
+        [B, T, H] int64, -1 at padding, and the state after the last token, of B rows or N documents.
+    """
+    B, T, H = importance.shape
+    device, M = importance.device, max(slots)
+    importance, decay = importance.detach().float(), decay.detach().float()
+    sizes = torch.tensor(slots, device=device)
+    rows = B if cu_seqlens is None else len(cu_seqlens) - 1
+    if state is None:
+        empty = torch.full((rows, H, M), NEVER, dtype=torch.int64, device=device)
+        state = Keep(empty, torch.zeros(rows, H, M, device=device))
+    if backend == "triton" or (backend is None and importance.is_cuda and _has_triton()):
+        from unsoftmax.kernels.gsa.triton_keep import choose_slots_triton
+
+        return choose_slots_triton(importance, decay, index, sizes, sinks, recent, real, state, cu_seqlens)
+    if cu_seqlens is None:
+        write, state = _choose(importance, decay, index, sizes, sinks, recent, real, state)
+        return write, state
+    place, inside = _beside(cu_seqlens, T)
+    args = (importance[0][place], decay, index[0][place], sizes, sinks, recent, inside)
+    write, state = _choose(*args, state)
+    packed = torch.empty(T, H, dtype=torch.int64, device=device)
+    packed[place[inside]] = write[inside]
+    return packed.unsqueeze(0), state
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _beside(cu_seqlens: torch.Tensor, T: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Packed documents as rows of their own: where each place's token lies, and which places hold one."""
+    lengths = cu_seqlens.diff()
+    t = torch.arange(int(lengths.max()) if len(lengths) else 0, device=cu_seqlens.device)
+    return (cu_seqlens[:-1, None] + t).clamp_max(max(0, T - 1)), t < lengths[:, None]
+
+
+@torch.no_grad()
+def _choose(importance, decay, index, sizes, sinks, recent, real, state: Keep) -> tuple[torch.Tensor, Keep]:
+    """choose_slots for rows [N, T, H], one token after another, all heads of all rows at once."""
+    N, T, H = importance.shape
+    born, worth = state.born.clone(), state.importance.clone()
+    slot = torch.arange(born.shape[-1], device=importance.device)
+    fixed = (slot < sinks) | (slot >= sizes.unsqueeze(-1))  # [H, M]
+    worth = worth.masked_fill(fixed, torch.inf)  # a candidate never
+    latest = (sizes - sinks).clamp_max(recent).view(1, H, 1)
+    fall, write = -decay.view(1, H, 1), []
+    for t in range(T):
+        i = index[:, t].view(N, 1, 1)
+        age = i - born
+        value = torch.addcmul(worth, fall, age.clamp_min(1).log2()).masked_fill_(age < latest, torch.inf)
+        taken = torch.where(i < sizes.view(1, H, 1), i, value.argmin(-1, keepdim=True))
+        now = torch.where(taken < sinks, torch.inf, importance[:, t].unsqueeze(-1))
+        if real is None:
+            write.append(taken)
+            born.scatter_(-1, taken, i.expand(N, H, 1))
+            worth.scatter_(-1, taken, now)
+            continue
+        here = real[:, t].view(N, 1, 1)
+        taken = torch.where(here, taken, 0)
+        write.append(torch.where(here, taken, -1))
+        born.scatter_(-1, taken, torch.where(here, i, born.gather(-1, taken)))
+        worth.scatter_(-1, taken, torch.where(here, now, worth.gather(-1, taken)))
+    chosen = torch.cat(write, -1).transpose(1, 2) if write else born.new_zeros(N, 0, H)
+    return chosen, Keep(born, worth.masked_fill(fixed, 0.0))
