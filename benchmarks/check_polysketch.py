@@ -256,9 +256,9 @@ def runners(B, T, r, block, soft=False):
     offset, lift = torch.rand(q.shape[2], device="cuda"), None
     den, delta = (1 + torch.rand(q.shape[:3], device="cuda") for _ in range(2))
     shape = block_kernels._shape(q, k, v, phi_q, [*SOFT, 1, 4] if soft else [block, block, 0, 0, 4])
-    center, far_v = block_kernels._centered(v, None)
+    center, far_v = block_kernels._centered(v, None, shape)
     n = shape.last + 1
-    S, z, _, _ = block_kernels._sum_states(phi_k, far_v, None, None, None, shape, plan(q.dtype, 128).states)
+    S, z = block_kernels._sum_states(phi_k, far_v, None, None, None, shape, plan(q.dtype, 128).states)
     dq, dk, dv, dphi_q, dphi_k = (torch.empty_like(x) for x in (q, k, v, phi_q, phi_k))
     rows, more = torch.empty_like(den), torch.empty_like(den)
     offset_rows, lift_rows = (None, rows) if soft else (rows, None)
@@ -437,7 +437,7 @@ def learned_sketch(result: dict, quick: bool) -> None:
 
         def ours(q=q, k=k, sketch=sketch, offset=offset, factor=factor):
             phi_q, _ = sketch_triton(q, sketch.query, factor=factor, last=offset)
-            return phi_q, sketch_triton(k, sketch.key, factor=None, last=1.0)[0]
+            return phi_q, sketch_triton(k, sketch.key, factor=None, last=None)[0]
 
         def plain(q=q, k=k, sketch=sketch, offset=offset, factor=factor):
             q = append(q * factor[:, None].to(q.dtype), offset.to(q.dtype))
@@ -462,11 +462,10 @@ def learned_sketch(result: dict, quick: bool) -> None:
 def sketch_runners(T: int, r: int) -> dict:
     """The sketch's two kernels on queries, without the small tensors around them."""
     x, dphi = (torch.randn(1, T, 32, size, device="cuda", dtype=torch.bfloat16) for size in (128, r))
-    W = torch.randn(32, 2, 128, r, device="cuda", dtype=torch.bfloat16)
-    bias = torch.randn(32, 2, r, device="cuda")
+    given = x, torch.randn(8, 2, 129, r, device="cuda"), torch.rand(32, device="cuda"), None, None, None
     return {
-        "forward": lambda: sketch_kernels._sketch_op(x, W, bias, None),
-        "backward": lambda: sketch_kernels._sketch_backward_op(x, W, bias, None, dphi, None),
+        "forward": lambda: sketch_kernels._sketch_op(*given),
+        "backward": lambda: sketch_kernels._sketch_backward_op(*given, dphi, None),
     }
 
 

@@ -91,8 +91,11 @@ def polysketch() -> Iterator[Job]:
         "scale",
     )
     absences = ("table", "places", "first_span")  # documents packed in a row
-    singles += ("sink_dk", "sink_dv", "totals", "ztotals", "bias", "tilt", "dW", "dbias", "dtilt")
-    numbers = dict.fromkeys(("T", "n", "steps", "spans"), "i32") | {"normaliser": "fp32"}
+    singles += ("sink_dk", "sink_dv", "totals", "dW", "dbias", "slopes", "dfactor", "dlast", "dmean", "dtilt")
+    singles += ("maps", "factor", "last", "mean", "tilt", "dmaps", "own", "final")
+    numbers = dict.fromkeys(("T", "n", "steps", "spans", "parts", "segments", "SIZE"), "i32") | {
+        "normaliser": "fp32"
+    }
     powers, softmax = [256, 256, 0, 0, 4], [32, 64, 4, 1, 4]
     for HQ, H, D, dtype, rule in (
         (32, 8, 128, torch.bfloat16, powers),
@@ -112,19 +115,29 @@ def polysketch() -> Iterator[Job]:
             "_masses": (ops._masses, s.mass_tiles(H, False, cut.states), cut.states),
             "_masses in reverse": (ops._masses, s.mass_tiles(HQ, True, cut.gradients), cut.gradients),
         }
+        for name, more in (
+            ("_center", {"H": H, "E": D, "SPAN": ops.SPAN, "EARLY": ops.EARLY, "BT": 32, "BE": D}),
+            ("_prefix", {"REVERSE": False, "BN": 32, "BF": 64}),
+            ("_join", {"REVERSE": True, "BS": 2048}),
+        ):
+            kernels[name] = (getattr(ops, name), more | {"num_warps": 4, "num_stages": 3}, None)
         if s.sinks:
             more = {"STACK": stack, "SPAN": ops.SPAN, "BM": rows}
             kernels["_sinks"] = (ops._sinks, s.exact_tiles(cut.sinks) | more, cut.sinks)
-        x, W = torch.empty(1, 64, HQ, D, device="meta", dtype=dtype), torch.empty(HQ, 2, D, 32, device="meta")
+        x = torch.empty(1, 64, HQ, D, device="meta", dtype=dtype)
+        maps = torch.empty(H, 2, D + 1, 32, device="meta")
         if rule is softmax:
-            for name, backward in (("_sketch", False), ("_sketch_backward", True)):
-                kernels[name] = (getattr(triton_sketch, name), triton_sketch._options(x, W, backward), None)
+            kernels["_sketch"] = (triton_sketch._sketch, triton_sketch._options(x, maps), None)
+            options = triton_sketch._options(x, maps, backward=True)
+            kernels["_sketch_backward"] = (triton_sketch._sketch_backward, options, None)
+            kernels["_gather"] = (triton_sketch._gather, triton_sketch._sums(x, maps), None)
         for name, (kernel, fixed, tiles) in kernels.items():
             names = kernel.arg_names
             options = {o: fixed.get(o) or getattr(tiles, o[4:]) for o in ("num_warps", "num_stages")}
             fixed = {n: fixed[n] for n in names if n in fixed}
             fixed |= {n: None for n in (*absent, *absences) if n in names}
             types = {n: "*fp32" if n in singles else f"*{NAMES[dtype]}" for n in names} | numbers
+            types |= dict.fromkeys({"H", "E", "F"} - fixed.keys(), "i32")
             yield f"{name} {rule} {NAMES[dtype]}", kernel, types, fixed, options
 
 
@@ -162,14 +175,15 @@ def tiles() -> Iterator[Job]:
     D, G, M = 128, 4, 64
     q, k, g = (torch.empty(1, 256, *x, device="meta") for x in ((8 * G, D), (8, D), (8, M)))
     plan = ops._Plan(q.bfloat16(), k, k, g, None, ops.CHUNK)
-    singles = ("g", "gamma", "dgamma", "dg", "total", "walk", "drift")
-    sizes = {"D": D, "E": D, "X": D, "slots": M, "DP": D, "EP": D, "XP": D, "BX": 64, "MASS": True}
+    singles = ("g", "gamma", "dgamma", "dg", "total", "walk", "drift", "sums", "log", "paired")
+    sizes = {"D": D, "E": D, "X": D, "slots": M, "DP": D, "EP": D, "XP": D, "BX": D, "MASS": True}
     fixed = ops._kind(plan) | sizes | {"WALK": True, "seg_start": None, "seg_end": None}
-    forms = [("project", "project", {"WRITE": True, "G": 1}), ("project", "project", {"WRITE": False})]
-    forms += [("forward", "forward", {}), ("rows_grad", "rows", {}), ("columns", "columns", {})]
+    forms = [("gates", None, {}), ("project", "project", {"WRITE": True, "G": 1})]
+    forms += [("project", "project", {"WRITE": False}), ("forward", "forward", {}), ("rows_grad", "rows", {})]
+    forms += [("dx", "dx", {}), ("dgate", "dgate", {})]
     for name, cut, more in forms:
         kernel = getattr(ops, f"_{name}")
-        options = {"num_warps": ops.WARPS[cut], "num_stages": 1}
+        options = ops._options(plan, cut) if cut else {"num_warps": 2}
         own = fixed | more | ({"GR": ops.HEADS[cut]} if cut in ops.HEADS else {})
         own = {n: own[n] for n in kernel.arg_names if n in own}
         types = dict.fromkeys(kernel.arg_names, "*bf16") | {f"{x}_ptr": "*fp32" for x in singles}

@@ -115,7 +115,7 @@ def test_a_far_scale_equals_the_definition(device):
 @pytest.mark.parametrize("near", NEAR.values(), ids=NEAR)
 def test_windows_and_sinks_equal_the_definition_and_leave_the_same_state(near, device):
     block, window, sinks, local, T = near
-    sizes = (1, T, 2, 1, 16, 16, 16, block)
+    sizes = (1, T, 2, 1, 16, 16, 8, block)
     rule = {"window": window, "sinks": sinks, "local": local}
     more = {"far_scale": torch.randn(1, T, 2, dtype=torch.float64, device=device)}
     check(sizes, torch.float32, device, more, **rule)

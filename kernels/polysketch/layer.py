@@ -238,7 +238,7 @@ class PolySketchAttention(Mixer):
             phi_q, lift = sketch_triton(
                 q, sketch.query, factor=self.scale * power.sharpness, last=power.offset, tilt=tilt
             )
-            phi = phi_q, sketch_triton(k, sketch.key, factor=None, last=1.0, mean=power.key_mean)[0]
+            phi = phi_q, sketch_triton(k, sketch.key, factor=None, last=None, mean=power.key_mean)[0]
         else:
             phi, lift = self.sketches(q, k), (q.float() * tilt).sum(-1) if soft else None
         if soft:

@@ -30,8 +30,10 @@ States are summed in segments of SEGMENT chunks, in parallel, and what came befo
 The segments start with the document, so that how sums are rounded never depends on later tokens. There are no
 atomics: the same input gives the same bits.
 
-Kernels   _states   S or R within segments, and each segment's total
-          _masses   its ones column
+Kernels   _center   the center of values, and values less it
+          _masses   each chunk's own sums of the ones column
+          _prefix   those of all chunks before it, or after it
+          _states   S or R within segments, and each segment's total
           _join     adds the other segments' totals
           _forward  o and den
           _queries  dq, dphi_q, the rows of doffset and dlift, and do . o
@@ -250,65 +252,88 @@ def _states(
 
 @triton.jit(do_not_specialize=["T", "n"])
 def _masses(
-    phi, scale, delta, z, ztotals, table, places, T, n,
+    phi, scale, delta, own, table, places, T, n,
     HEADS: tl.constexpr, GROUP: tl.constexpr, R: tl.constexpr, CHUNK: tl.constexpr, C: tl.constexpr,
     W: tl.constexpr, FIRST: tl.constexpr, SLICES: tl.constexpr, PAIRS: tl.constexpr, REVERSE: tl.constexpr,
     BC: tl.constexpr, BR: tl.constexpr,
 ):  # fmt: skip
-    """The ones column of _states, in float32: z [B, n, H, F] and ztotals [B, segments, H, F].
+    """Each chunk's own sums of the ones column of _states, in float32: own [B, n, H, F].
 
-    Grid     (segments, B x H). The sums are phi^T phi [BR, BR], whose products are exact in 16 bits too; for
-             REVERSE phi^T (phi times - scale delta), the right side in two parts.
+    Grid     (segments x SEGMENT, B x H). The sums are phi^T phi [BR, BR], whose products are exact in 16 bits
+             too; for REVERSE phi^T (phi times - scale delta), the right side in two parts.
     """
     H: tl.constexpr = HEADS // GROUP
     F: tl.constexpr = PAIRS * PAIR
     batch = (tl.program_id(1) // H).to(tl.int64)
     h = tl.program_id(1) % H
-    _doc, origin, T, base, n, segment = _document(table, places, tl.program_id(0), batch, T, n)
-    if table is not None:  # noqa: SIM102
-        if segment * SEGMENT >= n:
-            return
+    index = tl.program_id(0)
+    _doc, origin, T, base, n, segment = _document(table, places, index // SEGMENT, batch, T, n)
+    block = segment * SEGMENT + index % SEGMENT
+    if block >= n:
+        return
     at, stored = _places_of_sums(R, SLICES, BR)
-    weight = 1.0
-    if not REVERSE:
-        weight = 2.0
     sums = tl.zeros((BR, BR), tl.float32)
-    first = segment * SEGMENT
-    count = tl.minimum(n - first, SEGMENT)
-    i = tl.arange(0, BR)
-    weight = tl.where(i[:, None] // SIDE == i[None, :] // SIDE, 1.0, weight)
-    for step in range(count):
-        block = first + step
+    for m0 in range(0, CHUNK * GROUP, BC):
+        m = m0 + tl.arange(0, BC)
+        row, real = _chunk_rows(block, m, origin, T, h, HEADS, GROUP, CHUNK, C, W, FIRST, REVERSE)
+        rows = _load(phi, row, real, R, BR)
         if REVERSE:
-            block = first + count - 1 - step
-        tl.store(z + ((base + block) * H + h) * F + at, sums * weight, mask=stored)
-        own = tl.zeros((BR, BR), tl.float32)
-        for m0 in range(0, CHUNK * GROUP, BC):
-            m = m0 + tl.arange(0, BC)
-            row, real = _chunk_rows(block, m, origin, T, h, HEADS, GROUP, CHUNK, C, W, FIRST, REVERSE)
-            rows = _load(phi, row, real, R, BR)
-            if REVERSE:
-                factor = tl.load(scale + row, mask=real, other=0.0)
-                factor = factor * tl.load(delta + row, mask=real, other=0.0)
-                wide = rows.to(tl.float32) * -factor[:, None]
-                high = wide.to(rows.dtype)
-                own = tl.dot(tl.trans(rows), high, own, input_precision=EXACT)
-                if rows.dtype != tl.float32:
-                    own = tl.dot(tl.trans(rows), (wide - high.to(tl.float32)).to(rows.dtype), own)
-            else:
-                own = tl.dot(tl.trans(rows), rows, own, input_precision=EXACT)
-        sums += own
-    slot = (batch * tl.num_programs(0) + tl.program_id(0)) * H + h
-    tl.store(ztotals + slot * F + at, sums * weight, mask=stored)
+            factor = tl.load(scale + row, mask=real, other=0.0)
+            factor = factor * tl.load(delta + row, mask=real, other=0.0)
+            wide = rows.to(tl.float32) * -factor[:, None]
+            high = wide.to(rows.dtype)
+            sums = tl.dot(tl.trans(rows), high, sums, input_precision=EXACT)
+            if rows.dtype != tl.float32:
+                sums = tl.dot(tl.trans(rows), (wide - high.to(tl.float32)).to(rows.dtype), sums)
+        else:
+            sums = tl.dot(tl.trans(rows), rows, sums, input_precision=EXACT)
+    if not REVERSE:
+        i = tl.arange(0, BR) // SIDE
+        sums *= tl.where(i[:, None] == i[None, :], 1.0, 2.0)
+    tl.store(own + ((base + block) * H + h) * F + at, sums, mask=stored)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _prefix(
+    own, z, final, table, n, H, F, E, REVERSE: tl.constexpr, BN: tl.constexpr, BF: tl.constexpr
+):  # fmt: skip
+    """z [B, n, H, F]: the sum of own over the chunks before each, or after it.
+
+    Grid (tiles of BF features, documents, H). What all chunks sum to is the last column of final
+    [B, H, F, E + 1], if that is given.
+    """
+    f = tl.program_id(0) * BF + tl.arange(0, BF)
+    doc = tl.program_id(1).to(tl.int64)
+    h = tl.program_id(2)
+    base = doc * n
+    if table is not None:
+        first = table + tl.num_programs(1) + 1 + doc
+        base = tl.load(first).to(tl.int64)
+        n = (tl.load(first + 1) - base).to(tl.int32)
+    before = tl.zeros((BF,), tl.float32)
+    for i0 in range(0, n, BN):
+        i = i0 + tl.arange(0, BN)
+        block, earlier = i, i - 1
+        if REVERSE:
+            block, earlier = n - 1 - i, n - i
+        at = ((base + earlier) * H + h)[:, None] * F + f[None, :]
+        new = tl.load(own + at, mask=((i > 0) & (i < n))[:, None] & (f < F)[None, :], other=0.0)
+        at = ((base + block) * H + h)[:, None] * F + f[None, :]
+        tl.store(z + at, tl.cumsum(new, 0) + before[None, :], mask=(i < n)[:, None] & (f < F)[None, :])
+        before += tl.sum(new, 0)
+    if final is not None:
+        before += tl.load(own + ((base + n - 1) * H + h) * F + f, mask=f < F, other=0.0)
+        tl.store(final + ((doc * H + h) * F + f) * (E + 1) + E, before, mask=f < F)
 
 
 @triton.jit(do_not_specialize=["n", "segments", "H"])
 def _join(
-    S, totals, table, places, n, segments, H, SIZE, REVERSE: tl.constexpr, BS: tl.constexpr
+    S, totals, final, center, table, places, n, segments, H, SIZE, E, REVERSE: tl.constexpr, BS: tl.constexpr
 ):  # fmt: skip
     """Adds to S [B, n, H, SIZE] the totals [B, segments, H, SIZE] of all earlier, or later, segments.
 
     Grid (tiles of BS numbers, segments, B x H). Always in the same order: from the document's start, or end.
+    final [B, H, F, E + 1], if given, holds the sums of all keys' ones, and gets those of their values.
     """
     at = tl.program_id(0) * BS + tl.arange(0, BS)
     batch = (tl.program_id(2) // H).to(tl.int64)
@@ -329,14 +354,47 @@ def _join(
         if REVERSE:
             other = segments - 1 - i
         before += tl.load(totals + ((mine + other) * H + h) * SIZE + at, mask=live, other=0.0)
+    if final is not None:  # noqa: SIM102
+        if segment == segments - 1:
+            sums = before + tl.load(totals + ((mine + segment) * H + h) * SIZE + at, mask=live, other=0.0)
+            line = final + ((batch * H + h) * (SIZE // E) + at // E) * (E + 1)
+            mass = tl.load(line + E, mask=live, other=0.0)
+            middle = tl.load(center + (batch * H + h) * E + at % E, mask=live, other=0.0).to(tl.float32)
+            tl.store(line + at % E, sums + mass * middle, mask=live)
     first = segment * SEGMENT
-    for block in range(first, tl.minimum(n, first + SEGMENT)):
-        where = S + ((base + block) * H + h) * SIZE + at
-        tl.store(
-            where,
-            (tl.load(where, mask=live, other=0.0).to(tl.float32) + before).to(S.dtype.element_ty),
-            mask=live,
-        )
+    if others > 0:
+        for block in range(first, tl.minimum(n, first + SEGMENT)):
+            where = S + ((base + block) * H + h) * SIZE + at
+            state = tl.load(where, mask=live, other=0.0).to(tl.float32) + before
+            tl.store(where, state.to(S.dtype.element_ty), mask=live)
+
+
+@triton.jit(do_not_specialize=["T"])
+def _center(
+    v, center, far_v, table, places, T,
+    H: tl.constexpr, E: tl.constexpr, SPAN: tl.constexpr, EARLY: tl.constexpr, BT: tl.constexpr,
+    BE: tl.constexpr,
+):  # fmt: skip
+    """The mean of a document's first EARLY values, which all who look far have seen, and v less it.
+
+    Grid (spans of SPAN tokens, H, B); center [N, H, E], far_v as v [B, T, H, E].
+    """
+    batch = tl.program_id(2).to(tl.int64)
+    doc, origin, T, _base, _n, place = _document(table, places, tl.program_id(0), batch, T, 0)
+    if place * SPAN >= T:
+        return
+    h = tl.program_id(1)
+    early = tl.arange(0, EARLY)
+    first = _load(v, (origin + early) * H + h, early < T, E, BE).to(tl.float32)
+    middle = (tl.sum(first, 0) / tl.minimum(T, EARLY)).to(v.dtype.element_ty)
+    e = tl.arange(0, BE)
+    if place == 0:
+        tl.store(center + (doc * H + h) * E + e, middle, mask=e < E)
+    for t0 in range(place * SPAN, tl.minimum((place + 1) * SPAN, T), BT):
+        token = t0 + tl.arange(0, BT)
+        row = (origin + token) * H + h
+        rows = _load(v, row, token < T, E, BE).to(tl.float32)
+        _save(far_v, row, token < T, rows - middle.to(tl.float32)[None, :], E, BE)
 
 
 @triton.jit
@@ -864,9 +922,14 @@ def plan(dtype: torch.dtype, widest: int) -> Plan:
             Tiles(64, 64, 4, 2),
             Tiles(32, 16, 4, 2),
         )
-    sums = Tiles(128, 64, 4, 3)
+    queries = Tiles(64, 32, 4, 3)
     return Plan(
-        Tiles(64, 32, 4, 3), Tiles(64, 32, 4, 3), Tiles(32, 64, 4, 2), sums, sums, Tiles(64, 16, 4, 3)
+        queries,
+        queries,
+        Tiles(64, 64, 4, 2),
+        Tiles(128, 64, 4, 3),
+        Tiles(64, 128, 4, 2),
+        Tiles(32, 16, 4, 2),
     )
 
 
@@ -990,7 +1053,6 @@ def _shape(q, k, v, phi_q, rule: list[int]) -> _Shape:
 class _Packed(NamedTuple):
     """Where documents packed in a row lie; without reading cu_seqlens on the host."""
 
-    cu: torch.Tensor  # [N + 1] int32
     table: torch.Tensor  # [2, N + 1] int32, where documents and their states start
     states: int  # no fewer than there are
     T: int
@@ -1004,7 +1066,7 @@ class _Packed(NamedTuple):
         counts = torch.div(opened.clamp(min=0), s.chunk, rounding_mode="floor") + 1
         firsts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
         table = torch.stack((cu, firsts)).int()
-        return cls(table[0], table, s.T // s.chunk + len(lengths), s.T)
+        return cls(table, s.T // s.chunk + len(lengths), s.T)
 
     def places(self, size: int, states: bool = False) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Programs of `size` tokens or states each: N, then document and place of each; firsts; how many."""
@@ -1029,46 +1091,52 @@ def _spread(packed: _Packed | None, s: _Shape, size: int) -> tuple[tuple, int]:
     return (packed.table, places), count
 
 
-def _sum_states(phi, x, scale, delta, packed, s: _Shape, tiles: Tiles) -> tuple[torch.Tensor, ...]:
-    """S [B, n, H, F, E] and z [B, n, H, F], before each chunk, and each segment's totals; R with scale."""
+def _sum_states(
+    phi, x, scale, delta, packed, s: _Shape, tiles: Tiles, final=None, center=None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """S [B, n, H, F, E] and z [B, n, H, F], before each chunk; R, after it, with scale.
+
+    final [B, H, F, E + 1], with the center of x, gets the sums over all chunks.
+    """
     reverse, F, n, segments = scale is not None, s.pairs * TILE**2, s.last + 1, s.segments
-    where = None, None
+    if n == 1 and packed is None and final is None:  # nobody looks that far
+        return x, x
+    table, places, documents = None, None, s.B
     if packed is not None:
-        n = packed.states
+        n, table, documents = packed.states, packed.table, packed.table.shape[1] - 1
         places, _, segments = packed.places(SEGMENT.value, states=True)
-        where = packed.table, places
-    shape, device = (s.B, n, s.H, F), x.device
-    S = torch.empty(*shape, s.E, dtype=x.dtype, device=device)
-    z = torch.empty(shape, dtype=torch.float32, device=device)
-    totals = torch.empty(s.B, segments, s.H, F, s.E, dtype=torch.float32, device=device)
-    ztotals = torch.empty(totals.shape[:-1], dtype=torch.float32, device=device)
+    S = x.new_empty(s.B, n, s.H, F, s.E)
+    z, own = x.new_empty(2, s.B, n, s.H, F, dtype=torch.float32)
+    totals = x.new_empty(s.B, segments, s.H, F, s.E, dtype=torch.float32)
+    options, heads = s.mass_tiles(phi.shape[2], reverse, tiles), s.B * s.H
+    _masses[(segments * SEGMENT.value, heads)](phi, scale, delta, own, table, places, s.T, n, **options)
+    _prefix[(triton.cdiv(F, 64), documents, s.H)](
+        own, z, final, table, n, s.H, F, s.E, REVERSE=reverse, BN=32, BF=64, num_warps=4
+    )
     options = s.sum_tiles(phi.shape[2], reverse, tiles)
     programs = s.pairs // (1 + options["TWO"]) * triton.cdiv(s.E, options["BE"])
-    _states[(programs, segments, s.B * s.H)](phi, x, scale, S, totals, *where, s.T, n, **options)
-    options = s.mass_tiles(phi.shape[2], reverse, tiles)
-    _masses[(segments, s.B * s.H)](phi, scale, delta, z, ztotals, *where, s.T, n, **options)
-    if segments > 1:
-        for sums, total, size in ((S, totals, F * s.E), (z, ztotals, F)):
-            _join[(triton.cdiv(size, 2048), segments, s.B * s.H)](
-                sums, total, *where, n, segments, s.H, size, REVERSE=reverse, BS=2048, num_warps=8
-            )
-    return S, z, totals, ztotals
+    _states[(programs, segments, heads)](phi, x, scale, S, totals, table, places, s.T, n, **options)
+    if segments > 1 or final is not None:
+        _join[(triton.cdiv(F * s.E, 2048), segments, heads)](
+            S, totals, final, center, table, places, n, segments, s.H, F * s.E, s.E,
+            REVERSE=reverse, BS=2048, num_warps=8,
+        )  # fmt: skip
+    return S, z
 
 
-def _centered(v: torch.Tensor, packed: _Packed | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """The mean of a document's first values [N, H, E], which all who look far have seen, and v less it."""
-    if packed is None:
-        center = v[:, :EARLY].float().mean(1).to(v.dtype)
-        return center, v - center.unsqueeze(1)
-    at = packed.cu[:-1, None] + torch.arange(EARLY, device=v.device)
-    here = (at < packed.cu[1:, None])[..., None, None]
-    values = v[0, at.clamp(max=v.shape[1] - 1)].float().where(here, 0)
-    center = (values.sum(1) / here.sum(1).clamp(min=1)).to(v.dtype)
-    doc = torch.searchsorted(packed.cu[1:], torch.arange(v.shape[1], device=v.device), right=True)
-    return center, v - center[doc]
+SPAN = 256  # tokens that one program centers, or whose gradients of sinks it sums
 
 
-SPAN = 256  # tokens whose gradients of sinks one program sums
+def _centered(v: torch.Tensor, packed: _Packed | None, s: _Shape) -> tuple[torch.Tensor, torch.Tensor]:
+    """The center [N, H, E] of a document's values, and v less it."""
+    documents = s.B if packed is None else packed.table.shape[1] - 1
+    center, far_v = v.new_empty(documents, s.H, s.E), torch.empty_like(v)
+    where, spans = _spread(packed, s, SPAN)
+    _center[(spans, s.H, s.B)](
+        v, center, far_v, *where, s.T,
+        H=s.H, E=s.E, SPAN=SPAN, EARLY=EARLY, BT=32, BE=_power_of_two(s.E), num_warps=4,
+    )  # fmt: skip
+    return center, far_v
 
 
 def _sink_gradients(q, k, v, offset, near, delta, do, packed, s: _Shape, tiles: Tiles):
@@ -1090,12 +1158,13 @@ def _sink_gradients(q, k, v, offset, near, delta, do, packed, s: _Shape, tiles: 
 def _forward_op(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor, phi_k: torch.Tensor,
     offset: torch.Tensor | None, lift: torch.Tensor | None, cu: torch.Tensor | None,
-    rule: list[int], normaliser: float,
+    rule: list[int], normaliser: float, keep_state: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:  # fmt: skip
     s, cut = _shape(q, k, v, phi_q, rule), plan(q.dtype, max(q.shape[-1], v.shape[-1]))
     packed = _Packed.of(cu, s)
-    center, far_v = _centered(v, packed)
-    S, z, totals, ztotals = _sum_states(phi_k, far_v, None, None, packed, s, cut.states)
+    center, far_v = _centered(v, packed, s)
+    final = _final_of(q, k, v, phi_q, keep_state)
+    S, z = _sum_states(phi_k, far_v, None, None, packed, s, cut.states, final if keep_state else None, center)
     o, near = torch.empty(s.B, s.T, s.HQ, s.E, dtype=v.dtype, device=v.device), _rows_of(q)
     far = _rows_of(q) if s.soft else q.new_empty(0, dtype=torch.float32)
     options = s.query_tiles(cut.forward)
@@ -1104,19 +1173,19 @@ def _forward_op(
         q, k, v, phi_q, phi_k, offset, lift, S, z, center, o, near, far, *where, s.T, s.last + 1, normaliser,
         **options,
     )  # fmt: skip
-    if packed is not None:
-        return o, near, far, q.new_empty(0, dtype=torch.float32)
-    mass = ztotals.sum(1).unsqueeze(-1)
-    return o, near, far, torch.cat((totals.sum(1) + mass * center.unsqueeze(2), mass), -1)
+    return o, near, far, final
+
+
+def _final_of(q, k, v, phi_q, keep_state: bool) -> torch.Tensor:
+    shape = q.shape[0], k.shape[2], num_features(phi_q.shape[-1]), v.shape[-1] + 1
+    return q.new_empty(shape if keep_state else 0, dtype=torch.float32)
 
 
 @_forward_op.register_fake
-def _(q, k, v, phi_q, phi_k, offset, lift, cu, rule, normaliser):
-    B, T, HQ, _ = q.shape
-    E, F = v.shape[-1], num_features(phi_q.shape[-1])
-    state = q.new_empty((B, k.shape[2], F, E + 1) if cu is None else 0, dtype=torch.float32)
+def _(q, k, v, phi_q, phi_k, offset, lift, cu, rule, normaliser, keep_state):
     far = _rows_of(q) if rule[3] else q.new_empty(0, dtype=torch.float32)
-    return v.new_empty(B, T, HQ, E), _rows_of(q), far, state
+    o = v.new_empty(*q.shape[:3], v.shape[-1])
+    return o, _rows_of(q), far, _final_of(q, k, v, phi_q, keep_state)
 
 
 @torch.library.custom_op(f"{OPS}::backward", mutates_args=())
@@ -1130,8 +1199,8 @@ def _backward_op(
     s, cut = _shape(q, k, v, phi_q, rule), plan(q.dtype, max(q.shape[-1], v.shape[-1]))
     n, packed = s.last + 1, _Packed.of(cu, s)
     far = far if s.soft else near
-    center, far_v = _centered(v, packed)
-    S, z, _, _ = _sum_states(phi_k, far_v, None, None, packed, s, cut.states)
+    center, far_v = _centered(v, packed, s)
+    S, z = _sum_states(phi_k, far_v, None, None, packed, s, cut.states)
     dq, dphi_q = torch.empty_like(q), torch.empty_like(phi_q)
     delta, far_delta = torch.empty_like(near), torch.empty_like(near)
     doffset = torch.empty_like(near) if offset is not None else None
@@ -1143,7 +1212,7 @@ def _backward_op(
         dq, dphi_q, doffset, dlift, delta, far_delta, *where, s.T, n, normaliser, **options,
     )  # fmt: skip
     del S, z
-    S, z, _, _ = _sum_states(phi_q, do, far, far_delta, packed, s, cut.gradients)
+    S, z = _sum_states(phi_q, do, far, far_delta, packed, s, cut.gradients)
     sinks = (None, None, None)
     if s.sinks:
         sinks = _sink_gradients(q, k, v, offset, near, delta, do, packed, s, cut.sinks)
@@ -1171,7 +1240,7 @@ def _rows_of(q: torch.Tensor) -> torch.Tensor:
 
 
 def _keep(ctx, inputs, output):
-    q, k, v, phi_q, phi_k, offset, _, cu, ctx.rule, ctx.normaliser = inputs
+    q, k, v, phi_q, phi_k, offset, _, cu, ctx.rule, ctx.normaliser, _ = inputs
     o, near, far, S = output
     ctx.mark_non_differentiable(near, far, S)
     ctx.save_for_backward(q, k, v, phi_q, phi_k, offset, cu, o, near, far)
@@ -1182,7 +1251,7 @@ def _gradients(ctx, do, _near, _far, _S):
     *grads, doffset, dlift = _backward_op(
         do.contiguous(), q, k, v, phi_q, phi_k, offset, cu, o, near, far, ctx.rule, ctx.normaliser
     )
-    return *grads, None if offset is None else doffset, dlift if ctx.rule[3] else None, None, None, None
+    return *grads, None if offset is None else doffset, dlift if ctx.rule[3] else None, None, None, None, None
 
 
 _forward_op.register_autograd(_gradients, setup_context=_keep)
@@ -1217,7 +1286,6 @@ def polysketch_triton(
     if offset is not None:
         offset = offset.float().contiguous()
     cu = None if cu_seqlens is None else cu_seqlens.to(q.device, torch.int64)
-    o, _, _, S = _forward_op(q, k, v, phi_q, phi_k, offset, lift, cu, rule, float(normaliser))
-    if cu is not None or not keep_state:
-        return o, None
-    return o, S
+    keep_state = keep_state and cu is None
+    o, _, _, S = _forward_op(q, k, v, phi_q, phi_k, offset, lift, cu, rule, float(normaliser), keep_state)
+    return o, S if keep_state else None
