@@ -34,7 +34,7 @@ SOURCES = {
 }
 KINDS = {  # the recipe's mixer, and its softmax_layers
     "gated slots, ring": (RING, []),
-    "gated slots, ring with memory": (MEMORY, []),
+    "gated slots, kept by importance": (MEMORY, []),
     "gated slots, paper": (PAPER, []),
     "PolySketch, power": (POLY | {"block": 4, "local": "power"}, []),
     "PolySketch, softmax window": (POLY | {"block": 4, "local": "softmax", "window": 8}, []),
