@@ -76,7 +76,7 @@ def onehot() -> Iterator[Job]:
 def polysketch() -> Iterator[Job]:
     """Powers and softmax windows at Mistral's layer in bfloat16, softmax at SmolLM2's in float32."""
     from unsoftmax.kernels.polysketch import triton_block as ops
-    from unsoftmax.kernels.polysketch import triton_sketch
+    from unsoftmax.kernels.polysketch import triton_sketch, triton_step
 
     singles = (
         "offset",
@@ -93,9 +93,8 @@ def polysketch() -> Iterator[Job]:
     absences = ("table", "places", "first_span")  # documents packed in a row
     singles += ("sink_dk", "sink_dv", "totals", "dW", "dbias", "slopes", "dfactor", "dlast", "dmean", "dtilt")
     singles += ("maps", "factor", "last", "mean", "tilt", "dmaps", "own", "final")
-    numbers = dict.fromkeys(("T", "n", "steps", "spans", "parts", "segments", "SIZE"), "i32") | {
-        "normaliser": "fp32"
-    }
+    numbers = dict.fromkeys(("T", "n", "steps", "spans", "parts", "segments", "SIZE"), "i32")
+    numbers |= {"normaliser": "fp32", "seen": "*i64", "seen_after": "*i64", "S_after": "*fp32"}
     powers, softmax = [256, 256, 0, 0, 4], [32, 64, 4, 1, 4]
     for HQ, H, D, dtype, rule in (
         (32, 8, 128, torch.bfloat16, powers),
@@ -121,6 +120,8 @@ def polysketch() -> Iterator[Job]:
             ("_join", {"REVERSE": True, "BS": 2048}),
         ):
             kernels[name] = (getattr(ops, name), more | {"num_warps": 4, "num_stages": 3}, None)
+        one = (x[:, 0] for x in (q, k, k, phi))
+        kernels["_step"] = (triton_step._step, triton_step._options(*one, rule), None)
         if s.sinks:
             more = {"STACK": stack, "SPAN": ops.SPAN, "BM": rows}
             kernels["_sinks"] = (ops._sinks, s.exact_tiles(cut.sinks) | more, cut.sinks)
@@ -138,6 +139,7 @@ def polysketch() -> Iterator[Job]:
             fixed |= {n: None for n in (*absent, *absences) if n in names}
             types = {n: "*fp32" if n in singles else f"*{NAMES[dtype]}" for n in names} | numbers
             types |= dict.fromkeys({"H", "E", "F"} - fixed.keys(), "i32")
+            types |= {"S": "*fp32"} if name == "_step" else {}
             yield f"{name} {rule} {NAMES[dtype]}", kernel, types, fixed, options
 
 

@@ -171,6 +171,41 @@ def test_softmax_beside_far_weights_that_leave_float32(size, device):
         assert error <= 1e-5 * max(exact.norm(), gold["dv"].norm()), name  # what is left is next to nothing
 
 
+STEPS = {  # block, window, sinks, local, degree, HQ, tokens before
+    "powers": (16, 16, 0, "power", 4, 2, (14, 31)),
+    "powers in a window with sinks": (16, 48, 3, "power", 2, 3, (0, 46)),
+    "softmax": (16, 32, 3, "softmax", 4, 2, (2, 63)),
+}
+
+
+@pytest.mark.parametrize("rule", STEPS.values(), ids=STEPS)
+def test_one_more_token_equals_the_definition_and_leaves_the_same_state(rule, device):
+    block, window, sinks, local, degree, HQ, before = rule
+    rule = {"block": block, "window": window, "sinks": sinks, "local": local, "degree": degree}
+    tensors = [x.float() for x in case((2, 70, HQ, 1, 20, 24, 16, block), device=device)]
+    scale = torch.randn(2, 70, HQ, device=device)
+    if local == "power":
+        rule["offset"] = torch.rand(HQ, device=device)
+
+    def run(dtype, backend, start, stop, state=None, lengths=None):
+        given, some = [x[:, start:stop].to(dtype) for x in tensors], scale[:, start:stop].to(dtype)
+        more = {"far_scale": some, "lengths": lengths, "state": state, "backend": backend}
+        return polysketch(*given, **more, **rule)
+
+    lengths = torch.tensor(before, device=device)
+    states = {
+        dtype: run(dtype, "torch", 0, max(before), lengths=lengths)[1]
+        for dtype in (torch.float32, torch.float64)
+    }
+    mine, plain, gold = states[torch.float32], states[torch.float32], states[torch.float64]
+    for t in range(64, 68):
+        ours, mine = run(torch.float32, "triton", t, t + 1, mine)
+        other, plain = run(torch.float32, "torch", t, t + 1, plain)
+        exact, gold = run(torch.float64, "torch", t, t + 1, gold)
+        assert_as_good_as("o", ours, other, exact)
+        same_state(mine, plain, gold)
+
+
 def test_several_segments_equal_the_definition_and_leave_the_same_state(device):
     tensors = [x.float() for x in case(SEGMENTS, device=device)]
     ours, plain = (polysketch(*tensors, block=16, backend=backend) for backend in ("triton", "torch"))

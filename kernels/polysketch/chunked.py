@@ -28,8 +28,9 @@ from unsoftmax.kernels.polysketch.sketch import features, num_features, squared_
 
 try:
     from unsoftmax.kernels.polysketch.triton_block import polysketch_triton, unsupported
+    from unsoftmax.kernels.polysketch.triton_step import step_triton
 except ImportError:  # no triton
-    polysketch_triton = unsupported = None
+    polysketch_triton = step_triton = unsupported = None
 
 SEGMENT = 512  # tokens whose features exist at once
 
@@ -126,7 +127,8 @@ def polysketch(
         lengths: [B] int64, real tokens of each row; those after them are ignored, and their outputs 0.
         keep_state: whether the state after the last token is wanted.
         backend: "triton", "torch", or None: triton for CUDA tensors wherever it can (`why_not_triton`). The
-            kernels take all operands in q's dtype, and their state carries no gradient.
+            kernels take all operands in q's dtype, and their state carries no gradient; a state given goes
+            through them a token at a time.
 
     Returns:
         o [B, T, HQ, E] in v's dtype, and the state after the last token, or None. Sums are float32, for
@@ -142,12 +144,18 @@ def polysketch(
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"backend is {backend!r}; it must be None, 'triton' or 'torch'")
     if backend == "triton" or (backend is None and q.is_cuda):
-        given = {"state": state}
+        step = state is not None and T == 1 and lengths is None and cu_seqlens is None
+        given = {"a state and several tokens": None if step else state}
+        if step:
+            given |= _refused_step(state, (q, k, v, phi_q, phi_k, far_scale, offset))
         if keep_state:
             given |= {"cu_seqlens with keep_state": cu_seqlens, "lengths with keep_state": lengths}
         elif cu_seqlens is not None:
             given["cu_seqlens and more than one row"] = True if B > 1 else None
         reason = why_not_triton(q, k, v, phi_q, rule, given)
+        if reason is None and step:
+            o, state = _step_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule)
+            return o, state if keep_state else None
         if reason is None:
             o, state = _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule, cu_seqlens, keep_state)
             if lengths is not None:
@@ -210,7 +218,7 @@ def _step(state, queries, keys, offset, rule, sums):
     o = _read(S.unsqueeze(1), queries, (k, v, tile, total), tiles, seen[:, None, None], row, offset, rule)
 
     ends = (seen + 1) % C == 0
-    if bool(ends.any()):
+    if ends.is_cuda or bool(ends.any()):  # to look would wait for a GPU
         added, decay = _fold(phi_k, v, tile, total, rule, sums)
         after = (S if decay is None else S * decay[:, 0]) + added[:, 0]
         S = after.where(ends[:, None, None, None], S)
@@ -235,6 +243,28 @@ def why_not_triton(q, k, v, phi_q, rule: _Rule, given: dict) -> str | None:
     return unsupported(
         q, k, v, phi_q, degree=rule.degree, block=rule.block, soft=rule.softmax, sinks=rule.sinks
     )
+
+
+def _refused_step(state, tensors) -> dict:
+    """What the step's kernel does not take, as `given` of why_not_triton."""
+    buffers = (state.k, state.v, state.phi_k, state.sink_k, state.sink_v)
+    differs = state.S.dtype != torch.float32 or any(x.dtype != tensors[0].dtype for x in buffers)
+    learns = any(x is not None and x.requires_grad for x in (*tensors, state.S, *buffers))
+    return {
+        "a state of another dtype": True if differs else None,
+        "a gradient through a step": True if learns and torch.is_grad_enabled() else None,
+    }
+
+
+def _step_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule):
+    parts = (state.S, state.k, state.v, state.phi_k, state.sink_k, state.sink_v, state.seen)
+    with torch.autocast(q.device.type, enabled=False):
+        o, (S, *buffers, sink_k, sink_v, seen) = step_triton(
+            *(x.to(q.dtype) for x in (q, k, v, phi_q, phi_k)), parts,
+            degree=rule.degree, block=rule.block, window=rule.tiles * rule.block, sinks=rule.sinks,
+            soft=rule.softmax, offset=offset, far_scale=far_scale, normaliser=rule.normaliser,
+        )  # fmt: skip
+    return o.to(v.dtype), PolySketchState(S, *buffers, state.log_gate, sink_k, sink_v, seen)
 
 
 def _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule, cu_seqlens, keep_state):

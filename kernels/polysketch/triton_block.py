@@ -110,18 +110,18 @@ def _places_of_sums(R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr):
 
 
 @triton.jit
-def _matrix(z, R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr):
-    """U [BR, BR] of the sums z: phi . U phi is the far mass of phi."""
+def _matrix(z, R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr, APART: tl.constexpr):
+    """U [BR, BR] of the sums z, numbers APART: phi . U phi is the far mass of phi."""
     at, stored = _places_of_sums(R, SLICES, BR)
-    U = tl.load(z + at, mask=stored, other=0.0)
+    U = tl.load(z + at * APART, mask=stored, other=0.0)
     i = tl.arange(0, BR)
     return U, tl.sum(tl.where(i[:, None] == i[None, :], U, 0.0))
 
 
 @triton.jit
-def _far_mass(phi, z, R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr):
+def _far_mass(phi, z, R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr, APART: tl.constexpr = 1):
     """The far mass of sketches phi [ROWS, BR], and where it is more than rounding (as chunked._far)."""
-    U, norms = _matrix(z, R, SLICES, BR)
+    U, norms = _matrix(z, R, SLICES, BR, APART)
     if phi.dtype == tl.float32:
         y = tl.dot(phi, U, input_precision=EXACT)
     else:  # a sum of three operands of 8 bits is a float32
