@@ -29,26 +29,19 @@ from unsoftmax.recipes.text import documents
 
 STEPS, ROWS, CONTEXT = 250, 32, 1024
 RECIPE = "smollm2-135m-gsa"
-MEMORIES = (
-    "{name: gsa, num_slots: 64, sinks: 4, memory_slots: [12, 12, 12], memory_rates: [0.25, 0.0833, 0.0208]}"
-)
+KEPT = "mixer={name: gsa, num_slots: %d, sinks: 4, recent: %d}"
+EVEN = "calibration.sharing_tokens=0"
 RUNS: dict[str, tuple[str, ...]] = {
     "softmax": ("mixer={name: softmax}",),
     "window": ("mixer={name: window, window: 60, sinks: 4}",),
     "ring": ("mixer={name: gsa, num_slots: 64, sinks: 4}",),
-    "memory": ("mixer={name: gsa, num_slots: 64, sinks: 4, memory_slots: [30], memory_rates: [0.125]}",),
-    "memories": ("mixer=" + MEMORIES,),
-    "memories128": (
-        "mixer={name: gsa, num_slots: 128, sinks: 4, memory_slots: [28, 28, 28], "
-        "memory_rates: [0.25, 0.0833, 0.0208]}",
-    ),
-    "memories-frozen": ("mixer=" + MEMORIES, "train.new_lr_scale=0.0"),
-    "memories-slow": ("mixer=" + MEMORIES, "train.new_lr_scale=0.1"),
-    "memories-hybrid": (
-        "mixer=" + MEMORIES,
-        "train.new_lr_scale=0.0",
-        "softmax_layers=[3, 7, 11, 15, 19, 23, 27]",
-    ),
+    "even": (KEPT % (64, 16), EVEN),
+    "dealt": (KEPT % (64, 16),),
+    "dealt-recent-8": (KEPT % (64, 8),),
+    "even128": (KEPT % (128, 16), EVEN),
+    "dealt128": (KEPT % (128, 16),),
+    "dealt256": (KEPT % (256, 16),),
+    "dealt-hybrid": (KEPT % (64, 16), "softmax_layers=[3, 7, 11, 15, 19, 23, 27]"),
     "paper": ("mixer={name: gsa, start: paper, num_slots: 64}",),
     "polysketch": ("mixer={name: polysketch, local: power, block: 256}",),
     "polysketch-softmax": ("mixer={name: polysketch, local: softmax, window: 64, sinks: 4}",),

@@ -322,10 +322,11 @@ def _fill(job: Conversion, folder: Path, verify: bool, say: Callable[[str], None
     _refuse_failures(job, checks)
 
 
-def calibration_rows(source: Source, recipe: Recipe, wanted: int | None = None) -> torch.Tensor:
-    """Rows of calibration text, [R, T] int64, T at most ROW_TOKENS; `wanted` or calibration.tokens."""
-    wanted, text = wanted or recipe.calibration.tokens, recipe.calibration.text
-    length = min(ROW_TOKENS, wanted, source.config.max_position_embeddings)
+def calibration_rows(source: Source, recipe: Recipe, wanted: int, *, whole: bool = False) -> torch.Tensor:
+    """Rows of calibration text, [R, T] int64, T at most ROW_TOKENS, shorter if they are few and not `whole`."""
+    text = recipe.calibration.text
+    few = max(wanted // 8, ROW_TOKENS // 4) if wanted < 8 * ROW_TOKENS and not whole else ROW_TOKENS
+    length = min(few, wanted, source.config.max_position_embeddings)
     try:
         starts = (document[:DOCUMENT_CHARACTERS] for document in documents(text, held_out=False))
         ids = token_ids(load_tokenizer(source.folder), starts, wanted)
@@ -343,7 +344,7 @@ def _start(
         job.source,
         job.model,
         job.plan.new,
-        lambda: calibration_rows(job.source, job.recipe),
+        lambda: calibration_rows(job.source, job.recipe, job.recipe.calibration.tokens),
         seed=job.recipe.calibration.seed,
         device=job.device,
         say=say,
@@ -368,7 +369,7 @@ def _share(job: Conversion, new: dict[str, torch.Tensor], say: Callable[[str], N
             "pickled weights); --set calibration.sharing_tokens=0 asks for that"
         )
         return
-    rows = calibration_rows(job.source, job.recipe, wanted)
+    rows = calibration_rows(job.source, job.recipe, wanted, whole=True)
     for layer, slots in share_slots(job.source, mixers, new, rows, device=job.device, say=say).items():
         job.config.layer_mixers[layer]["num_slots"] = list(slots)
     every = sorted(n for layer in mixers for n in job.config.layer_mixers[layer]["num_slots"])

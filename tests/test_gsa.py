@@ -330,6 +330,29 @@ def test_fit_finds_what_draws_attention_and_how_it_falls_with_distance(device):
     assert 0 < layer.importance.decay[0] < 1.0
 
 
+def test_attention_from_afar_is_counted_by_distance(device):
+    layer, (x, rotary), T = layer_of(device, num_slots=12, sinks=2, recent=4), rows(600, device), 600
+    got: dict[int, torch.Tensor] = {}
+
+    class Spy(layer_module._Bands):
+        def add(self, near, received, queries, usable):
+            got[near] = received / queries.clamp_min(1)
+
+    mean, usable = layer._far_attention(x, rotary, Spy())
+    q, k, _ = (t.transpose(1, 2) for t in layer.project(x, rotary))
+    i = torch.arange(T, device=device)
+    scores = (q @ k.repeat_interleave(2, 1).mT * layer.scale).masked_fill(i[:, None] < i, -torch.inf)
+    p = scores.softmax(-1).unflatten(1, (2, 2)).sum(2)
+    age = i[:, None] - i
+    for near, received in got.items():
+        inside = (age >= near) & (age < 2 * near)
+        want = (p * inside).sum(2) / inside.sum(0).clamp_min(1)
+        assert_as_good_as(f"from {near}", received, want, want)
+    far = age >= layer_module.FAR
+    want = ((p * far).sum(2) / far.sum(0).clamp_min(1) + 1e-6).log().transpose(1, 2)
+    assert_as_good_as("log mean", mean[:, usable], want[:, usable], want[:, usable])
+
+
 def test_fit_measures_a_known_fall_with_distance(device):
     bands = layer_module._Bands()
     queries = torch.full((50,), 99, device=device)

@@ -313,16 +313,24 @@ class GatedSlotAttention(Mixer):
         k = k.permute(0, 2, 3, 1).unsqueeze(2)  # [B, H, 1, D, T]
         j = torch.arange(T, device=x.device)
         edges = bands.edges(T)
-        received = x.new_zeros(len(edges), B, H, T, dtype=_wide(x))
+        # within[n, j]: attention that j got from fewer than distances[n] tokens later
+        distances = [near for near, _ in edges] + [edges[-1][1]]
+        within, so_far = x.new_zeros(len(distances), B, H, T, dtype=_wide(x)), q.new_zeros(B, H, 1, T)
         for i in j.split(QUERY_BLOCK):
-            logit = (q[..., i, :] @ k) * self.scale
-            p = logit.masked_fill(i[:, None] < j, -torch.inf).softmax(-1).sum(2)
-            for total, (near, far) in zip(received, edges):
-                age = i[:, None] - j
-                total += (p * ((age >= near) & (age < far))).sum(-2)
-        for total, (near, far) in zip(received, edges):
+            a, b = int(i[0]), int(i[-1]) + 1
+            logit = (q[..., i, :] @ k[..., :b]) * self.scale
+            p = logit.masked_fill(i[:, None] < j[:b], -torch.inf).softmax(-1).sum(2)
+            p[:, :, 0] += so_far[:, :, 0, :b]
+            p = p.cumsum(2)
+            so_far[..., :b] = p[:, :, -1:]
+            for n, distance in enumerate(distances):
+                mine = j[max(0, a - distance + 1) : max(0, b - distance + 1)]
+                within[n, ..., mine] = p[:, :, mine + distance - 1 - a, mine]
+        for n, distance in enumerate(distances):  # of those that the row's end cuts off: all there was
+            within[n, ..., max(0, T - distance + 1) :] = so_far[:, :, 0, max(0, T - distance + 1) :]
+        for n, (near, far) in enumerate(edges):
             queries = (T - near - j).clamp(0, far - near)
-            bands.add(near, total, queries, (queries >= FAR_QUERIES) & (j >= opt.sinks))
+            bands.add(near, within[n + 1] - within[n], queries, (queries >= FAR_QUERIES) & (j >= opt.sinks))
         later = (T - FAR - j).clamp_min(0)
         usable = (later >= max(1, min(FAR_QUERIES, (T - FAR) // 4))) & (j >= opt.sinks)
         if not usable.any():
@@ -330,11 +338,13 @@ class GatedSlotAttention(Mixer):
                 f"calibration rows have {T} tokens, too few to see attention from {FAR} tokens on; "
                 f"use rows of {2 * (FAR + opt.sinks) + FAR_QUERIES} or more"
             )
-        return _log_mean(received.sum(0), later).transpose(1, 2), usable
+        return _log_mean(so_far[:, :, 0] - within[0], later).transpose(1, 2), usable
 
 
 def _log_mean(received: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:
-    return (received / queries.clamp_min(1) + 1e-6).log()
+    return (
+        received.clamp_min(0) / queries.clamp_min(1) + 1e-6
+    ).log()  # a difference of sums may round below 0
 
 
 class _Bands:
