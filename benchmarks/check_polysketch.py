@@ -86,21 +86,20 @@ VARIANTS["gradients"] = VARIANTS["states"]
 TRIED = {  # in a quick run: by whether near weights are softmax
     False: {
         "forward": ((64, 32, 4, 3),),
-        "queries": ((64, 32, 4, 3), (64, 32, 4, 2)),
-        "keys": ((32, 64, 4, 2), (64, 64, 4, 2)),
-        "states": VARIANTS["states"],
-        "gradients": VARIANTS["states"],
+        "queries": ((64, 32, 4, 3),),
+        "keys": ((64, 64, 4, 2),),
+        "states": ((128, 64, 4, 3), (128, 32, 4, 3)),
+        "gradients": ((64, 128, 4, 2), (64, 128, 4, 3), (128, 32, 4, 3)),
     },
     True: {
         "forward": ((64, 32, 4, 3),),
-        "queries": ((64, 32, 4, 3), (64, 32, 4, 2)),
-        "keys": ((32, 64, 4, 2), (32, 32, 4, 2), (64, 32, 4, 2), (64, 64, 4, 2)),
-        "sinks": VARIANTS["sinks"],
+        "queries": ((64, 32, 4, 3),),
+        "keys": ((64, 64, 4, 2), (64, 64, 8, 2)),
     },
 }
 SKETCH_TILES = {  # tokens, warps, stages
-    "forward": ((128, 4, 2), (64, 4, 2), (128, 8, 2)),
-    "backward": ((32, 4, 2), (32, 4, 3), (64, 4, 2), (64, 8, 2)),
+    "forward": ((128, 4, 2), (64, 4, 3)),
+    "backward": ((32, 4, 3), (64, 4, 3)),
 }
 WHOLE = ((32, 256), (16, 256), (64, 256), (32, 512), (64, 512), (64, 1024))  # r, block
 SHORT = WHOLE[:3]
@@ -149,6 +148,16 @@ def inputs(B, T, HQ, H, D, E, r, dtype, seed=0):
     return found
 
 
+def along(form, shift, do):
+    """do and, as large, the direction in which o moves with a shift [HQ] a head.
+
+    The shift's gradient, a sum over all tokens, would cancel under noise alone: what is left of it then is
+    less than any form's rounding in 16 bits.
+    """
+    moved = form(shift + 1e-3) - form(shift - 1e-3)
+    return do + (moved / moved.square().mean().sqrt().clamp(min=1e-9)).to(do.dtype)
+
+
 def grads(form, tensors, offset, do):
     leaves = [x.detach().clone().requires_grad_() for x in tensors]
     shift = None if offset is None else offset.detach().clone().requires_grad_()
@@ -181,6 +190,8 @@ def check(case, dtype) -> list[str]:
             backend="triton", keep_state=False, **local,
         )[0]  # fmt: skip
 
+    if offset is not None and degree:
+        do = along(lambda shift: oracle(*(x.double() for x in tensors), shift), offset.double(), do)
     exact = grads(oracle, [x.double() for x in tensors], None if offset is None else offset.double(), do)
     plain, found = grads(oracle, tensors, offset, do), grads(ours, tensors, offset, do)
     again = grads(ours, tensors, offset, do)
@@ -212,7 +223,7 @@ def correctness(cases: list) -> list[str]:
                 lines.append(f"WRONG {dtype} {case}: {'; '.join(wrong)}")
                 print(lines[-1], flush=True)
     lines += extremes()
-    print(f"correctness: {2 * len(cases) + 5} cases, {len(lines)} wrong", flush=True)
+    print(f"correctness: {2 * len(cases) + 9} cases, {len(lines)} wrong", flush=True)
     return lines
 
 
@@ -244,8 +255,33 @@ def extremes() -> list[str]:
         alone, _ = polysketch(*(x[:, 1500:].contiguous() for x in tensors), **rule)
         if not (o[:, 1500:].float() - alone.float()).norm() < 1e-2 * alone.float().norm():
             wrong.append("WRONG a packed document differs from itself alone")
+    wrong += steps()
     for line in wrong:
         print(line, flush=True)
+    return wrong
+
+
+def steps() -> list[str]:
+    """Tokens one at a time over two ends of blocks, beside the block algorithm in float64 on the same state."""
+    wrong = []
+    for local, block, window, sinks in (("power", 64, 64, 0), ("softmax", 32, 64, 4)):
+        rule = {"local": local, "block": block, "window": window, "sinks": sinks}
+        for dtype in CAPS:
+            tensors = inputs(2, 400, 8, 2, 128, 128, 32, dtype)
+            lengths = torch.tensor([290, 260], device="cuda")
+            some = [x[:, :300] for x in tensors]
+            _, mine = polysketch(*some, lengths=lengths, backend="torch", **rule)
+            gold = type(mine)(*(x.double() if x.is_floating_point() else x for x in mine))
+            for t in range(300, 300 + 2 * block):
+                token = [x[:, t % 400, None] for x in tensors]
+                o, mine = polysketch(*token, state=mine, backend="triton", **rule)
+                exact, gold = polysketch(*(x.double() for x in token), state=gold, backend="torch", **rule)
+                pairs = {"o": (o, exact), "S": (mine.S, gold.S)}
+                bad = [n for n, (a, b) in pairs.items() if not (a - b).norm() <= CAPS[dtype] * b.norm()]
+                same = torch.equal(mine.k.double(), gold.k) and torch.equal(mine.seen, gold.seen)
+                if bad or not same:
+                    wrong.append(f"WRONG step {t} {local} {dtype}: {bad or 'the buffers'}")
+                    break
     return wrong
 
 
@@ -346,7 +382,7 @@ def quick_variants(result: dict) -> None:
                 compare(result, f"r {r} {'softmax ' * soft}{kernel}", run, cuts)
 
 
-def both(run, leaves) -> tuple[float, float, float]:
+def both(run, leaves, every: bool) -> tuple[float, float, float]:
     """Forward and forward + backward in ms, and the peak memory above the inputs in MiB."""
     with torch.no_grad():
         forward = bench(run)
@@ -362,12 +398,50 @@ def both(run, leaves) -> tuple[float, float, float]:
     step()
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    return forward, bench(step, 120), peak
+    wall = bench(step, 120)
+    with torch.no_grad():
+        launches("forward", run, forward)
+    launches("forward + backward", step, wall, every)
+    return forward, wall, peak
+
+
+def profiled(run) -> tuple[dict[str, tuple[int, float]], float]:
+    """Of one call: kernels by name with their number and time in ms, and how long the host took to launch."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        run()
+        torch.cuda.synchronize()
+    kernels = {
+        e.key: (e.count, e.self_device_time_total / 1e3)
+        for e in profiler.key_averages()
+        if e.self_device_time_total
+    }
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(5):
+        run()
+    host = 1e3 * (time.perf_counter() - start) / 5
+    torch.cuda.synchronize()
+    return kernels, host
+
+
+def launches(label: str, run, wall: float, every: bool = False) -> None:
+    """What a call's kernels take in all, beside what it takes from outside and on the host."""
+    try:
+        kernels, host = profiled(run)
+    except Exception as error:
+        print(f"{label}: not profiled: {type(error).__name__} {str(error)[:200]}", flush=True)
+        return
+    count, total = (sum(x) for x in zip(*kernels.values()))
+    print(f"  {label}: {count} kernels {total:.3f}, wall {wall:.3f}, host {host:.3f}", flush=True)
+    if every:
+        for name, (count, total) in sorted(kernels.items(), key=lambda x: -x[1][1])[:22]:
+            print(f"    {total:7.3f} x{count:<3d} {name[:90]}", flush=True)
 
 
 def softly(leaves, scale):
     block, window, sinks, _, _ = [*SOFT, 1, 4]
-    return polysketch(*leaves, local="softmax", block=block, window=window, sinks=sinks, far_scale=scale)[0]
+    rule = {"local": "softmax", "block": block, "window": window, "sinks": sinks}
+    return polysketch(*leaves, far_scale=scale, keep_state=not torch.is_grad_enabled(), **rule)[0]
 
 
 def operations(result: dict, quick: bool) -> None:
@@ -377,7 +451,9 @@ def operations(result: dict, quick: bool) -> None:
             offset = torch.rand(32, device="cuda", requires_grad=True)
 
             def run(leaves=leaves, block=block, offset=offset):
-                return polysketch(*leaves, block=block, offset=offset)[0]
+                return polysketch(
+                    *leaves, block=block, offset=offset, keep_state=not torch.is_grad_enabled()
+                )[0]
 
             row(result, f"polysketch r {r} block {block} {B}x{T}", run, [*leaves, offset])
         if block == WHOLE[0][1]:
@@ -411,9 +487,9 @@ def operations(result: dict, quick: bool) -> None:
             row(result, f"softmax {name} {B}x{T}", softmax, leaves)
 
 
-def row(result, name, run, leaves) -> None:
+def row(result, name, run, leaves, every: bool = False) -> None:
     try:
-        forward, step, peak = both(run, leaves)
+        forward, step, peak = both(run, leaves, every)
     except Exception as error:
         print(f"{name}: {type(error).__name__} {str(error)[:300]}", flush=True)
         return
@@ -447,7 +523,7 @@ def learned_sketch(result: dict, quick: bool) -> None:
             return lambda: torch.cat([x.flatten() for x in form()])
 
         def whole(q=q, k=k, v=v, offset=offset, ours=ours):
-            return polysketch(q, k, v, *ours(), offset=offset)[0]
+            return polysketch(q, k, v, *ours(), offset=offset, keep_state=not torch.is_grad_enabled())[0]
 
         for mine, other in zip(ours(), plain()):
             error = ((mine.float() - other.float()).norm() / other.float().norm()).item()
@@ -456,7 +532,36 @@ def learned_sketch(result: dict, quick: bool) -> None:
         used = [q, k, *sketch.parameters(), offset, factor]
         row(result, f"learned sketch r {r}, Triton", flat(ours), used)
         row(result, f"learned sketch r {r}, torch", flat(plain), used)
-        row(result, f"polysketch r {r} 1x32768 with sketch", whole, leaves)
+        row(result, f"polysketch r {r} 1x32768 with sketch", whole, leaves, every=True)
+
+
+def decoding(result: dict) -> None:
+    """One step of 1 and 64 documents in a CUDA graph, and what its bytes take at 4.26 TB/s."""
+    for r, B in ((32, 1), (32, 64), (64, 64)):
+        tensors = inputs(B, 512, r=r, dtype=torch.bfloat16, **MISTRAL)
+        block, window, sinks, _, _ = [*SOFT, 1, 4]
+        rule = {"local": "softmax", "block": block, "window": window, "sinks": sinks}
+        with torch.no_grad():
+            _, state = polysketch(*tensors, **rule)
+            token = [x[:, :1].contiguous() for x in tensors]
+
+            def run(token=token, state=state, rule=rule):
+                return polysketch(*token, state=state, **rule)
+
+            try:
+                run()
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph):
+                    run()
+            except Exception as error:
+                print(f"decode r {r} B {B}: {type(error).__name__} {str(error)[:300]}", flush=True)
+                continue
+            wall, eager = bench(graph.replay), bench(run)
+        size = 2 * sum(x.nbytes for x in state)  # read, and written anew
+        result[f"decode r {r} B {B}"] = {"graph": wall, "eager": eager, "bytes": size}
+        print(
+            f"decode r {r} B {B}: graph {wall:.4f}, eager {eager:.4f}, bytes' {size / 4.26e9:.4f}", flush=True
+        )
 
 
 def sketch_runners(T: int, r: int) -> dict:
@@ -492,6 +597,7 @@ def warm(part: int, parts: int, quick: bool, tiles: bool) -> None:
     jobs += [("sketch", kernel, cut) for kernel, cuts in SKETCH_TILES.items() for cut in cuts]
     if tiles:
         jobs += [("tiles", kernel, cut) for kernel, cuts in VARIANTS.items() for cut in cuts]
+    jobs += [("steps", None, None), ("decoding", None, None)]
     jobs += [("whole", r, block) for r, block in (SHORT if quick else WHOLE)]
     for kind, a, b in jobs[part::parts]:
         try:
@@ -505,6 +611,10 @@ def warm(part: int, parts: int, quick: bool, tiles: bool) -> None:
                 for soft in (False, True):
                     if a in (launch := runners(1, 512, 32, 256, soft)):
                         launch[a](Tiles(*b))
+            elif kind == "steps":
+                steps()
+            elif kind == "decoding":
+                decoding({})
             elif isinstance(kind, bool):
                 runners(1, 512, 32, 256, kind)[a](Tiles(*b))
             else:
@@ -555,6 +665,7 @@ def main() -> None:
         quick_variants(result)
     sketch_variants(result)
     operations(result, arguments.quick)
+    decoding(result)
     print(f"total {time.perf_counter() - start:.0f} s")
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)

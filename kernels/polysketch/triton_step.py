@@ -38,7 +38,7 @@ def _kept(
     old, new, n, h, p, slot, live, first, H: tl.constexpr, ROWS: tl.constexpr, SIZE: tl.constexpr,
     WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Rows p of document n's buffer old [N, ROWS, H, SIZE], row slot from new [N, H, SIZE]; from `first` on."""
+    """Rows p of document n's buffer old [N, ROWS, H, SIZE], row slot from new [N, H, SIZE]; WIDE columns."""
     i = first + tl.arange(0, WIDE)
     inside = (i < SIZE)[None, :]
     at = ((n * ROWS + p) * H + h)[:, None] * SIZE + i[None, :]
