@@ -262,7 +262,7 @@ def extremes() -> list[str]:
 
 
 def steps() -> list[str]:
-    """Tokens one at a time over two ends of blocks, beside the block algorithm in float64 on the same state."""
+    """Tokens one at a time past two ends of blocks, beside the block algorithm in float64."""
     wrong = []
     for local, block, window, sinks in (("power", 64, 64, 0), ("softmax", 32, 64, 4)):
         rule = {"local": local, "block": block, "window": window, "sinks": sinks}
@@ -438,10 +438,15 @@ def launches(label: str, run, wall: float, every: bool = False) -> None:
             print(f"    {total:7.3f} x{count:<3d} {name[:90]}", flush=True)
 
 
-def softly(leaves, scale):
+def softly(leaves, scale, cu=None):
     block, window, sinks, _, _ = [*SOFT, 1, 4]
     rule = {"local": "softmax", "block": block, "window": window, "sinks": sinks}
-    return polysketch(*leaves, far_scale=scale, keep_state=not torch.is_grad_enabled(), **rule)[0]
+    keep_state = cu is None and not torch.is_grad_enabled()
+    return polysketch(*leaves, far_scale=scale, cu_seqlens=cu, keep_state=keep_state, **rule)[0]
+
+
+def documents(count: int, length: int) -> torch.Tensor:
+    return torch.arange(count + 1, device="cuda") * length
 
 
 def operations(result: dict, quick: bool) -> None:
@@ -464,6 +469,13 @@ def operations(result: dict, quick: bool) -> None:
                 return softly(leaves, scale)
 
             row(result, f"polysketch r {r} softmax window 1x32768", soft, [*leaves, scale])
+            if r == 32:
+                cu = documents(16, 2048)
+
+                def together(leaves=leaves, scale=scale, cu=cu):
+                    return softly(leaves, scale, cu)
+
+                row(result, "the same, packed 16 x 2048", together, [*leaves, scale])
     learned_sketch(result, quick)
     if not quick:
         tensors = inputs(1, 32768, r=32, dtype=torch.bfloat16, **MISTRAL)
@@ -597,7 +609,7 @@ def warm(part: int, parts: int, quick: bool, tiles: bool) -> None:
     jobs += [("sketch", kernel, cut) for kernel, cuts in SKETCH_TILES.items() for cut in cuts]
     if tiles:
         jobs += [("tiles", kernel, cut) for kernel, cuts in VARIANTS.items() for cut in cuts]
-    jobs += [("steps", None, None), ("decoding", None, None)]
+    jobs += [("packed", None, None), ("steps", None, None), ("decoding", None, None)]
     jobs += [("whole", r, block) for r, block in (SHORT if quick else WHOLE)]
     for kind, a, b in jobs[part::parts]:
         try:
@@ -611,6 +623,10 @@ def warm(part: int, parts: int, quick: bool, tiles: bool) -> None:
                 for soft in (False, True):
                     if a in (launch := runners(1, 512, 32, 256, soft)):
                         launch[a](Tiles(*b))
+            elif kind == "packed":
+                leaves = [x.requires_grad_() for x in inputs(1, 512, r=32, dtype=torch.bfloat16, **MISTRAL)]
+                scale = torch.zeros(1, 512, 32, device="cuda")
+                softly(leaves, scale, documents(4, 128)).sum().backward()
             elif kind == "steps":
                 steps()
             elif kind == "decoding":

@@ -94,7 +94,8 @@ def polysketch() -> Iterator[Job]:
     singles += ("sink_dk", "sink_dv", "totals", "dW", "dbias", "slopes", "dfactor", "dlast", "dmean", "dtilt")
     singles += ("maps", "factor", "last", "mean", "tilt", "dmaps", "own", "final")
     numbers = dict.fromkeys(("T", "n", "steps", "spans", "parts", "segments", "SIZE"), "i32")
-    numbers |= {"normaliser": "fp32", "seen": "*i64", "seen_after": "*i64", "S_after": "*fp32"}
+    numbers |= dict.fromkeys(("N", "size", "count"), "i32") | dict.fromkeys(("ends", "firsts"), "*i32")
+    numbers |= {"cu": "*i64", "normaliser": "fp32", "seen": "*i64", "seen_after": "*i64", "S_after": "*fp32"}
     powers, softmax = [256, 256, 0, 0, 4], [32, 64, 4, 1, 4]
     for HQ, H, D, dtype, rule in (
         (32, 8, 128, torch.bfloat16, powers),
@@ -118,6 +119,8 @@ def polysketch() -> Iterator[Job]:
             ("_center", {"H": H, "E": D, "SPAN": ops.SPAN, "EARLY": ops.EARLY, "BT": 32, "BE": D}),
             ("_prefix", {"REVERSE": False, "BN": 32, "BF": 64}),
             ("_join", {"REVERSE": True, "BS": 2048}),
+            ("_starts", {"CHUNK": s.chunk, "C": s.C, "W": s.W, "BN": 1024}),
+            ("_programs", {"BN": 1024, "BP": 256}),
         ):
             kernels[name] = (getattr(ops, name), more | {"num_warps": 4, "num_stages": 3}, None)
         one = (x[:, 0] for x in (q, k, k, phi))
@@ -137,9 +140,12 @@ def polysketch() -> Iterator[Job]:
             options = {o: fixed.get(o) or getattr(tiles, o[4:]) for o in ("num_warps", "num_stages")}
             fixed = {n: fixed[n] for n in names if n in fixed}
             fixed |= {n: None for n in (*absent, *absences) if n in names}
+            if name in ("_starts", "_programs"):
+                del fixed["table" if name == "_starts" else "places"]
             types = {n: "*fp32" if n in singles else f"*{NAMES[dtype]}" for n in names} | numbers
             types |= dict.fromkeys({"H", "E", "F"} - fixed.keys(), "i32")
             types |= {"S": "*fp32"} if name == "_step" else {}
+            types |= dict.fromkeys(("table", "places"), "*i32")
             yield f"{name} {rule} {NAMES[dtype]}", kernel, types, fixed, options
 
 

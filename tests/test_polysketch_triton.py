@@ -262,6 +262,12 @@ def test_what_the_kernels_do_not_take_is_refused_by_name(wrong, message, device)
         polysketch(*(x.float() for x in tensors), **({"block": 16} | wrong), backend="triton")
 
 
+def test_float16_is_refused_by_name_as_powers_would_leave_it(device):
+    tensors = case((1, 20, 2, 1, 16, 16, 16, 16), device=device)
+    with pytest.raises(ValueError, match="does not take dtype"):
+        polysketch(*(x.half() for x in tensors), block=16, backend="triton")
+
+
 @pytest.mark.parametrize("degree", [2, 4])
 def test_the_learned_sketch_and_every_gradient_equal_the_definition(degree, device):
     H, N, D, r = 2, 6, 20, 24

@@ -30,7 +30,8 @@ States are summed in segments of SEGMENT chunks, in parallel, and what came befo
 The segments start with the document, so that how sums are rounded never depends on later tokens. There are no
 atomics: the same input gives the same bits.
 
-Kernels   _center   the center of values, and values less it
+Kernels   _starts, _programs    where packed documents lie, and whose each program is
+          _center   the center of values, and values less it
           _masses   each chunk's own sums of the ones column
           _prefix   those of all chunks before it, or after it
           _states   S or R within segments, and each segment's total
@@ -136,6 +137,41 @@ def _far_mass(phi, z, R: tl.constexpr, SLICES: tl.constexpr, BR: tl.constexpr, A
     mass = tl.sum(y * wide, 1)
     live = mass > 1.9073486e-06 * norms * tl.sum(wide * wide, 1)  # 16 eps
     return tl.where(live, mass, 0.0), live
+
+
+@triton.jit(do_not_specialize=["N"])
+def _starts(cu, table, N, CHUNK: tl.constexpr, C: tl.constexpr, W: tl.constexpr, BN: tl.constexpr):
+    """table [2, N + 1]: where each document starts, as cu [N + 1] has it, and where its states do."""
+    i = tl.arange(0, BN)
+    start = tl.load(cu + i, mask=i <= N, other=0)
+    length = tl.load(cu + i + 1, mask=i < N, other=0) - start
+    count = tl.where(i < N, tl.maximum(length // C * C - (W - C), 0) // CHUNK + 1, 0).to(tl.int32)
+    tl.store(table + i, start.to(tl.int32), mask=i <= N)
+    tl.store(table + N + 1 + i, tl.cumsum(count, 0) - count, mask=i <= N)
+
+
+@triton.jit(do_not_specialize=["N", "size", "count"])
+def _programs(ends, places, firsts, N, size, count, BN: tl.constexpr, BP: tl.constexpr):
+    """places [1 + 2 count]: N, then the document and the place of each program; those past the end have none.
+
+    Grid (N). Document i has its things from ends [i] to ends [i + 1], `size` of them a program, and its first
+    program is firsts [i].
+    """
+    doc = tl.program_id(0)
+    i = tl.arange(0, BN)
+    have = tl.load(ends + i + 1, mask=i < N, other=0) - tl.load(ends + i, mask=i < N, other=0)
+    programs = (have + size - 1) // size
+    first = tl.sum(tl.where(i < doc, programs, 0))
+    own = tl.sum(tl.where(i == doc, programs, 0))
+    tl.store(firsts + doc, first)
+    if doc == 0:
+        tl.store(places, N)
+    stop = tl.where(doc == N - 1, count - first, own)
+    for p0 in range(0, stop, BP):
+        p = p0 + tl.arange(0, BP)
+        at = places + 1 + 2 * (first + p)
+        tl.store(at, tl.zeros((BP,), tl.int32) + doc, mask=p < stop)
+        tl.store(at + 1, tl.where(p < own, p, 1 << 20), mask=p < stop)
 
 
 @triton.jit
@@ -1057,30 +1093,26 @@ class _Packed(NamedTuple):
     states: int  # no fewer than there are
     T: int
 
+    @property
+    def documents(self) -> int:
+        return self.table.shape[1] - 1
+
     @classmethod
     def of(cls, cu: torch.Tensor | None, s: _Shape) -> "_Packed | None":
         if cu is None:
             return None
-        lengths = cu.diff()
-        opened = torch.div(lengths, s.C, rounding_mode="floor") * s.C - (s.W - s.C)
-        counts = torch.div(opened.clamp(min=0), s.chunk, rounding_mode="floor") + 1
-        firsts = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
-        table = torch.stack((cu, firsts)).int()
-        return cls(table, s.T // s.chunk + len(lengths), s.T)
+        N = len(cu) - 1
+        table = torch.empty(2, N + 1, dtype=torch.int32, device=cu.device)
+        _starts[(1,)](cu, table, N, CHUNK=s.chunk, C=s.C, W=s.W, BN=_power_of_two(N + 1))
+        return cls(table, s.T // s.chunk + N, s.T)
 
     def places(self, size: int, states: bool = False) -> tuple[torch.Tensor, torch.Tensor, int]:
         """Programs of `size` tokens or states each: N, then document and place of each; firsts; how many."""
-        ends = self.table[int(states)]
-        N = len(ends) - 1
+        N, ends = self.documents, self.table[int(states)]
         count = (self.states if states else self.T) // size + N
-        each = torch.div(ends.diff() + size - 1, size, rounding_mode="floor")
-        last = each.cumsum(0)
-        index = torch.arange(count, device=ends.device)
-        doc = torch.searchsorted(last, index, right=True)
-        inside = doc.clamp(max=N - 1)
-        place = torch.where(doc < N, index - (last - each)[inside], 1 << 20)  # past the end of any
-        pairs = torch.stack((inside, place), 1).flatten()
-        return torch.cat((pairs.new_full((1,), N), pairs)).int(), (last - each).int(), count
+        places, firsts = (ends.new_empty(n) for n in (1 + 2 * count, N))
+        _programs[(N,)](ends, places, firsts, N, size, count, BN=_power_of_two(N), BP=256)
+        return places, firsts, count
 
 
 def _spread(packed: _Packed | None, s: _Shape, size: int) -> tuple[tuple, int]:
@@ -1103,7 +1135,7 @@ def _sum_states(
         return x, x
     table, places, documents = None, None, s.B
     if packed is not None:
-        n, table, documents = packed.states, packed.table, packed.table.shape[1] - 1
+        n, table, documents = packed.states, packed.table, packed.documents
         places, _, segments = packed.places(SEGMENT.value, states=True)
     S = x.new_empty(s.B, n, s.H, F, s.E)
     z, own = x.new_empty(2, s.B, n, s.H, F, dtype=torch.float32)
@@ -1129,7 +1161,7 @@ SPAN = 256  # tokens that one program centers, or whose gradients of sinks it su
 
 def _centered(v: torch.Tensor, packed: _Packed | None, s: _Shape) -> tuple[torch.Tensor, torch.Tensor]:
     """The center [N, H, E] of a document's values, and v less it."""
-    documents = s.B if packed is None else packed.table.shape[1] - 1
+    documents = s.B if packed is None else packed.documents
     center, far_v = v.new_empty(documents, s.H, s.E), torch.empty_like(v)
     where, spans = _spread(packed, s, SPAN)
     _center[(spans, s.H, s.B)](
