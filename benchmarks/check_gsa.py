@@ -31,13 +31,15 @@ SHAPES = {  # HQ, H, D, E, M
     "wide": (4, 1, 128, 128, 128),
 }
 LENGTHS = [1, 15, 17, 64, 127, 129, 300]
-VARIANTS = [  # chunk, query heads and warps of: forward, rows, columns; warps of project. Four heads: wgmma
-    (64, 2, 4, 2, 4, 2, 4, 2),
-    (64, 2, 8, 2, 8, 2, 8, 2),
-    (64, 1, 4, 1, 4, 1, 4, 2),
-    (64, 2, 4, 2, 4, 2, 4, 4),
-    (64, 4, 4, 4, 4, 4, 4, 4),
-    (128, 2, 4, 2, 8, 2, 8, 4),
+KERNELS = ("project", "forward", "rows", "dx", "dgate")
+SHIPPED = {name: dict(getattr(triton_tiles, name)) for name in ("HEADS", "WARPS", "REGISTERS", "STAGES")}
+VARIANTS = [  # what differs from the cut as shipped
+    {},
+    {"REGISTERS": dict.fromkeys(KERNELS)},
+    {"REGISTERS": dict.fromkeys(KERNELS, 168)},
+    {"HEADS": {"rows": 2, "dgate": 2}, "REGISTERS": {"rows": 168, "dgate": 168}},
+    {"WARPS": dict.fromkeys(KERNELS, 8), "REGISTERS": dict.fromkeys(("forward", "dx"), 128)},
+    {"STAGES": {"project": 3, "dx": 2, "dgate": 2}, "REGISTERS": {"project": 128, "dx": 128}},
 ]
 PACKED = [0, 1, 34, 34, 170, 300]
 
@@ -175,7 +177,7 @@ def job(name: str, quick: bool, named: bool) -> None:
     if named:
         for kernel in ("_own_state", "_scan", "_forward", "_backward_reads", "_backward"):
             setattr(triton_chunk, kernel, Waiting(kernel, getattr(triton_chunk, kernel)))
-        for kernel in ("_project", "_forward", "_rows_grad", "_columns"):
+        for kernel in ("_gates", "_project", "_forward", "_rows_grad", "_dx", "_dgate"):
             setattr(triton_tiles, kernel, Waiting(kernel, getattr(triton_tiles, kernel)))
     for c in jobs(quick)[name]:
         label, began = f"{name} T {c[1]} {c[2]}", time.time()
@@ -193,13 +195,12 @@ def job(name: str, quick: bool, named: bool) -> None:
 
 def warm(variant: int) -> None:
     setup(VARIANTS[variant])
-    step(*big(1, 256))
+    step(*big(1, 256, 64 if variant else 128))  # the cases warm the kernels as shipped
 
 
-def setup(variant) -> None:
-    triton_tiles.CHUNK = variant[0]
-    triton_tiles.HEADS.update(zip(("forward", "rows", "columns"), variant[1:7:2]))
-    triton_tiles.WARPS.update(zip(("forward", "rows", "columns", "project"), (*variant[2:7:2], variant[7])))
+def setup(variant: dict[str, dict]) -> None:
+    for name, shipped in SHIPPED.items():
+        getattr(triton_tiles, name).update({**shipped, **variant.get(name, {})})
 
 
 def big(B: int, T: int, M: int = 64):
@@ -237,11 +238,12 @@ def peak(f) -> float:
     return (torch.cuda.max_memory_allocated() - before) / 2**20
 
 
-def decode(B: int) -> dict[str, float]:
+def decode(B: int, dtype=torch.float32) -> dict[str, float]:
     """Milliseconds of one token after a state, replayed from a CUDA graph."""
     with torch.no_grad():
         (q, k, v, g), _ = big(B, 1)
         _, state = gsa(q, k, v, g, mass=True, backend="triton")
+        state = GSAState(state.k.to(dtype), state.v.to(dtype), state.log_kept)
         step = lambda: gsa(q, k, v, g, mass=True, state=state, backend="triton")  # noqa: E731
         return {"step": triton.testing.do_bench_cudagraph(step, rep=10, return_mode="median")}
 
@@ -307,13 +309,16 @@ def timings(quick: bool) -> None:
     for B, T in shapes:
         attempt(f"softmax cuDNN {B}x{T}", softmax, B, T, SDPBackend.CUDNN_ATTENTION)
     attempt("kernels 4x8192", kernels, 4, 8192)
-    for parts, warps in ((None, 8), (None, 4), (1, 4), (2, 8), (4, 4)):
-        triton_chunk.DECODE.update(parts=parts, warps=warps)
+    attempt("gsa 4x8192, 128 slots", times, 4, 8192, 128)
+    for warps, early in ((None, None), (4, True), (4, False), (8, False)):
+        triton_chunk.DECODE.update(warps=warps, early=early)
         for B in (1, 8, 64):
-            attempt(f"decode, {B} rows, {parts} parts, {warps} warps", decode, B)
+            for dtype in (torch.float32, torch.bfloat16):
+                how = f"{warps} warps, early {early}, {str(dtype)[6:]} slots"
+                attempt(f"decode, {B} rows, {how}", decode, B, dtype)
     for i, variant in list(enumerate(VARIANTS))[1:]:
         setup(variant)
-        attempt(f"variant {i} {variant} 4x8192", times, 4, 8192)
+        attempt(f"variant {i} 4x8192 {variant}", times, 4, 8192)
         attempt("its kernels", kernels, 4, 8192)
         attempt("its errors against variant 0", unlike, first)
     if not quick:
@@ -358,7 +363,7 @@ def main() -> None:
     began, quick = time.time(), ["--quick"] * args.quick
     limit = began + (50 if args.quick else 250)
     running = {name: start("--job", name, *quick) for name in jobs(args.quick)}
-    variants = range(1, len(VARIANTS))
+    variants = range(len(VARIANTS))
     warming = {f"variant {i}": start("--warm", str(i)) for i in variants}
     lines, again = [], {}
     for name, process in running.items():

@@ -107,6 +107,18 @@ def test_one_token_after_a_state_equals_the_definition(mass, device):
     assert all(a.equal(b) for a, b in zip(kept, state))
 
 
+def test_one_token_after_slots_in_16_bits_leaves_slots_in_16_bits(device):
+    tensors = in_dtype(inputs((2, 1, 6, 2, 12, 20, 5), "soft", device, torch.float32), torch.float32)
+    slots = (torch.randn(2, 2, 5, size, device=device).half() for size in (12, 20))
+    state = GSAState(*slots, -torch.rand(2, 2, 5, device=device))
+    o, after = triton(*tensors, mass=True, state=state)
+    gold, wanted = gsa_reference(*tensors, mass=True, state=GSAState(*(x.float() for x in state)))
+    assert (after.k.dtype, after.v.dtype, after.log_kept.dtype) == (torch.half, torch.half, torch.float32)
+    close("o", o, gold.double(), 1e-6)
+    close("K", after.k, wanted.k.double(), 1e-3)
+    close("V", after.v, wanted.v.double(), 1e-3)
+
+
 def test_a_later_token_changes_no_earlier_output(device, monkeypatch, short_segments):
     monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
     tensors = in_dtype(inputs((1, 70, 2, 1, 16, 16, 16), "soft", device, torch.float32), torch.float32)

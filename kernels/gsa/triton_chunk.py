@@ -692,11 +692,13 @@ def _decode(
     q_ptr, k_ptr, v_ptr, g_ptr, o_ptr, k0_ptr, v0_ptr, kept0_ptr, k1_ptr, v1_ptr, kept1_ptr,
     scale, D, E, slots,
     G: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, MASS: tl.constexpr,
-    PARTS: tl.constexpr,
+    PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, PARTS). One token written into its slots, then the read; slots are read and written once.
 
-    K [M, D] in each part, which stores its share of D; V and o by parts of E, EP wide.
+    K [M, D] in each part, which stores its share of D; V and o by parts of E, EP wide. Slots may be held in
+    16 bits; they are rounded where they are stored, not before the read. EARLY: V is loaded with K, for few
+    programs; else after K is done with, so that its registers serve for V.
     """
     pid, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     m, d, e = tl.arange(0, M), tl.arange(0, DP), part * EP + tl.arange(0, EP)
@@ -704,8 +706,9 @@ def _decode(
     k_spot = (pid * slots + m[:, None]) * D + d[None, :]
     v_spot = (pid * slots + m[:, None]) * E + e[None, :]
     k_ok, v_ok = m_ok[:, None] & d_ok[None, :], m_ok[:, None] & e_ok[None, :]
-    K = tl.load(k0_ptr + k_spot, mask=k_ok, other=0.0)  # both before any store, so that they overlap
-    V = tl.load(v0_ptr + v_spot, mask=v_ok, other=0.0)
+    K = tl.load(k0_ptr + k_spot, mask=k_ok, other=0.0)
+    if EARLY:
+        V = tl.load(v0_ptr + v_spot, mask=v_ok, other=0.0)
     g = tl.maximum(tl.load(g_ptr + pid * slots + m, mask=m_ok, other=0.0), -1e4)
     kept = tl.load(kept0_ptr + pid * slots + m, mask=m_ok, other=0.0) + g
     k = tl.load(k_ptr + pid * D + d, mask=d_ok, other=0.0).to(tl.float32)
@@ -714,16 +717,21 @@ def _decode(
     for head in tl.static_range(G):
         queries += (tl.load(q_ptr + (pid * G + head) * D + d, mask=d_ok, other=0.0).to(tl.float32),)
     keep, s = tl.exp(g)[:, None], -_expm1(g)[:, None]
-    K = keep * K + s * k[None, :]
-    V = keep * V + s * v[None, :]
-    tl.store(k1_ptr + k_spot, K, mask=k_ok & (d // (DP // PARTS) == part)[None, :])
-    tl.store(v1_ptr + v_spot, V, mask=v_ok)
-    tl.store(kept1_ptr + pid * slots + m, kept, mask=m_ok & (part + m * 0 == 0))
+    K = keep * K.to(tl.float32) + s * k[None, :]
     z, iz = _mass(kept[None, :])
+    weights = ()
     for head in tl.static_range(G):
         U = scale * tl.sum(K * queries[head][None, :], 1)[None, :]
-        P = tl.reshape(_read(U, z, iz, m_ok, MASS), (M,))
-        tl.store(o_ptr + (pid * G + head) * E + e, tl.sum(V * P[:, None], 0), mask=e_ok)
+        weights += (tl.reshape(_read(U, z, iz, m_ok, MASS), (M,)),)
+    tl.store(k1_ptr + k_spot, K, mask=k_ok & (d // (DP // PARTS) == part)[None, :])
+    tl.store(kept1_ptr + pid * slots + m, kept, mask=m_ok & (part + m * 0 == 0))
+    if not EARLY:
+        V = tl.load(v0_ptr + v_spot, mask=v_ok, other=0.0)
+    V = keep * V.to(tl.float32) + s * v[None, :]
+    tl.store(v1_ptr + v_spot, V, mask=v_ok)
+    for head in tl.static_range(G):
+        o = tl.sum(V * weights[head][:, None], 0)
+        tl.store(o_ptr + (pid * G + head) * E + e, o, mask=e_ok)
 
 
 def exact_pairs(dtype: torch.dtype) -> bool:
@@ -783,7 +791,8 @@ class _Plan:
 
 
 # warps of a program, by kernel; nothing is tuned at run time
-DECODE = {"parts": None, "warps": 8}  # programs a key/value head; None: more of them where heads are few
+# programs a key/value head, their warps, and whether V is loaded early; None: by the number of heads
+DECODE = {"parts": None, "warps": None, "early": None}
 WARPS = {"own": 4, "forward": 8, "reads": 8, "backward": 8}
 
 
@@ -836,7 +845,7 @@ def forward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqle
     q, k, v, g, k0, v0, kept0 = _plain(q, k, v, log_gate, k0, v0, kept0)
     plan = _Plan(q, k, v, g, cu_seqlens)
     o = v.new_empty(*q.shape[:3], plan.E)
-    if plan.T == 1 and k0 is not None:
+    if one_token(q, k0):
         return o, *_one_token(plan, q, k, v, g, o, scale, mass, k0, v0, kept0)
     (K0, V0, gamma, _), final = _states(plan, k, v, g, k0, v0, kept0)
     _forward[(plan.segments * plan.H,)](
@@ -846,16 +855,23 @@ def forward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqle
     return o, *final
 
 
+def one_token(q: torch.Tensor, k0: torch.Tensor | None) -> bool:
+    """Whether this is one token after a state in every row."""
+    return q.shape[1] == 1 and k0 is not None and k0.shape[0] == q.shape[0]
+
+
 def _one_token(plan: _Plan, q, k, v, g, o, scale: float, mass: bool, k0, v0, kept0):
     """The slots after a token that follows a state; fills o."""
     after = tuple(torch.empty_like(x) for x in (k0, v0, kept0))
     programs = q.shape[0] * plan.H
     parts = DECODE["parts"] or (4 if programs <= 32 else 2 if programs <= 128 else 1)
     parts = min(parts, _pad(plan.E) // 16)
+    early = programs <= 128 if DECODE["early"] is None else DECODE["early"]
+    warps = DECODE["warps"] or (8 if programs <= 32 else 4)
     _decode[(programs, parts)](
         q, k, v, g, o, k0, v0, kept0, *after, scale, plan.D, plan.E, plan.M,
         G=plan.group, DP=_pad(plan.D), EP=_pad(plan.E) // parts, M=_pad(plan.M), MASS=mass, PARTS=parts,
-        num_warps=DECODE["warps"],
+        EARLY=early, num_warps=warps, maxnreg=None if early or warps > 4 else 128,
     )  # fmt: skip
     return after
 

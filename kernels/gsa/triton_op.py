@@ -4,11 +4,12 @@ import torch
 
 from unsoftmax.kernels.gsa.chunked import operand_dtype
 from unsoftmax.kernels.gsa.reference import GSAState
-from unsoftmax.kernels.gsa.triton_chunk import backward, forward, takes_exact
+from unsoftmax.kernels.gsa.triton_chunk import backward, forward, one_token, takes_exact
 from unsoftmax.kernels.gsa.triton_tiles import backward as tiled_backward
 from unsoftmax.kernels.gsa.triton_tiles import forward as tiled_forward
 
 Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+SHORT = (torch.bfloat16, torch.float16)
 Gradients = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
 ]
@@ -27,7 +28,7 @@ def gsa_triton(
 ) -> tuple[torch.Tensor, GSAState]:
     """As `unsoftmax.kernels.gsa.chunked.gsa`, by the kernels of triton_chunk.py.
 
-    q, k and v are cast to operand_dtype.
+    q, k and v are cast to operand_dtype. One token after slots in 16 bits leaves slots in 16 bits.
     """
     out = v.dtype
     dtype = operand_dtype(q, k, v)
@@ -35,7 +36,11 @@ def gsa_triton(
         dtype = torch.float32  # Triton's interpreter has no bfloat16
     q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else float(scale)
-    before = (None, None, None) if state is None else tuple(x.float() for x in state)
+    before = (None, None, None)
+    if state is not None:
+        short = one_token(q, state.k) and state.k.dtype == state.v.dtype and state.k.dtype in SHORT
+        slots = state.k, state.v
+        before = *(slots if short else (x.float() for x in slots)), state.log_kept.float()
     o, *after = _gsa(q, k, v, log_gate.float(), *before, cu_seqlens, scale, mass)
     return o.to(out), GSAState(*after)
 
@@ -61,7 +66,9 @@ def _gsa(
 def _(q, k, v, log_gate, k0, v0, kept0, cu_seqlens, scale, mass):
     (D, E, M), H = (x.shape[-1] for x in (q, v, log_gate)), k.shape[2]
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
-    slots = (log_gate.new_empty(N, H, M, *size, dtype=torch.float32) for size in ((D,), (E,), ()))
+    held = k0.dtype if one_token(q, k0) else torch.float32
+    sizes = ((D,), held), ((E,), held), ((), torch.float32)
+    slots = (log_gate.new_empty(N, H, M, *size, dtype=dtype) for size, dtype in sizes)
     return v.new_empty(*q.shape[:3], E), *slots
 
 
@@ -82,6 +89,7 @@ def _gsa_backward(
     dv1: torch.Tensor | None,
     dkept1: torch.Tensor | None,
 ) -> Gradients:
+    k0, v0 = (None if x is None else x.float() for x in (k0, v0))
     inputs = q, k, v, log_gate, scale, mass, k0, v0, kept0, cu_seqlens
     run = backward if takes_exact(q.dtype) else tiled_backward
     return run(*inputs, do, dk1, dv1, dkept1)
