@@ -161,7 +161,7 @@ def slots() -> Iterator[Job]:
         q, k, g = (torch.empty(1, 256, *size, device="meta") for size in ((8 * G, D), (8, D), (8, 64)))
         plan = ops._Plan(q.to(dtype), k, k, g, None)
         fixed = plan.tiles() | {"D": D, "E": D, "X": D, "XP": D, "slots": 64, "MASS": True, "PARTS": 1}
-        fixed |= {"EARLY": False}
+        fixed |= {"EARLY": False, "GP": 4}
         fixed |= {"REVERSE": False, "DECAY": True, "HAS_INIT": True, **ops.SCAN}
         fixed |= dict.fromkeys(("seg_start", "seg_end", "doc_first"))
         for name in names:

@@ -27,6 +27,13 @@ from torch.utils.checkpoint import checkpoint
 from unsoftmax.kernels.polysketch.sketch import features, num_features, squared_norms
 
 try:
+    from unsoftmax.kernels.polysketch.continued import (
+        later_rows,
+        row_attention,
+        row_of,
+        row_sums,
+        take,
+    )
     from unsoftmax.kernels.polysketch.triton_block import polysketch_triton, unsupported
     from unsoftmax.kernels.polysketch.triton_step import step_triton
 except ImportError:  # no triton
@@ -127,8 +134,7 @@ def polysketch(
         lengths: [B] int64, real tokens of each row; those after them are ignored, and their outputs 0.
         keep_state: whether the state after the last token is wanted.
         backend: "triton", "torch", or None: triton for CUDA tensors wherever it can (`why_not_triton`). The
-            kernels take all operands in q's dtype, and their state carries no gradient; a state given goes
-            through them a token at a time.
+            kernels take all operands in q's dtype, and a state, given or returned, carries no gradient.
 
     Returns:
         o [B, T, HQ, E] in v's dtype, and the state after the last token, or None. Sums are float32, for
@@ -145,10 +151,10 @@ def polysketch(
         raise ValueError(f"backend is {backend!r}; it must be None, 'triton' or 'torch'")
     if backend == "triton" or (backend is None and q.is_cuda):
         step = state is not None and T == 1 and lengths is None and cu_seqlens is None
-        given = {"a state and several tokens": None if step else state}
-        if step:
-            given |= _refused_step(state, (q, k, v, phi_q, phi_k, far_scale, offset))
-        if keep_state:
+        given: dict = {"a state and cu_seqlens": None if cu_seqlens is None else state}
+        if state is not None:
+            given |= _refused_state(state, (q, k, v, phi_q, phi_k, far_scale, offset))
+        elif keep_state:
             given |= {"cu_seqlens with keep_state": cu_seqlens, "lengths with keep_state": lengths}
         elif cu_seqlens is not None:
             given["cu_seqlens and more than one row"] = True if B > 1 else None
@@ -156,6 +162,12 @@ def polysketch(
         if reason is None and step:
             o, state = _step_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule)
             return o, state if keep_state else None
+        if reason is None and state is not None:
+            with torch.autocast(q.device.type, enabled=False):
+                o, state = _continue_on_triton(
+                    state, *(x.to(q.dtype) for x in (q, k, v, phi_q, phi_k)), far_scale, offset, rule, lengths
+                )
+            return o.to(v.dtype), state if keep_state else None
         if reason is None:
             o, state = _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule, cu_seqlens, keep_state)
             if lengths is not None:
@@ -245,14 +257,14 @@ def why_not_triton(q, k, v, phi_q, rule: _Rule, given: dict) -> str | None:
     )
 
 
-def _refused_step(state, tensors) -> dict:
-    """What the step's kernel does not take, as `given` of why_not_triton."""
+def _refused_state(state, tensors) -> dict:
+    """What the kernels do not take beside a state, as `given` of why_not_triton."""
     buffers = (state.k, state.v, state.phi_k, state.sink_k, state.sink_v)
     differs = state.S.dtype != torch.float32 or any(x.dtype != tensors[0].dtype for x in buffers)
     learns = any(x is not None and x.requires_grad for x in (*tensors, state.S, *buffers))
     return {
         "a state of another dtype": True if differs else None,
-        "a gradient through a step": True if learns and torch.is_grad_enabled() else None,
+        "a gradient beside a state": True if learns and torch.is_grad_enabled() else None,
     }
 
 
@@ -265,6 +277,68 @@ def _step_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule):
             soft=rule.softmax, offset=offset, far_scale=far_scale, normaliser=rule.normaliser,
         )  # fmt: skip
     return o.to(v.dtype), PolySketchState(S, *buffers, state.log_gate, sink_k, sink_v, seen)
+
+
+def _continue_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule, lengths):
+    """Several more tokens: the kernels over the buffer and them, and what lies before apart."""
+    B, T, HQ, _ = q.shape
+    C, W = rule.block, rule.tiles * rule.block
+    real = torch.full((B,), T, device=q.device) if lengths is None else lengths.to(q.device)
+    source, token, place = later_rows(state, T, C, W, real)
+    row_k, row_v, row_phi = (
+        row_of(old, x, W, source) for old, x in ((state.k, k), (state.v, v), (state.phi_k, phi_k))
+    )
+    far_scale = q.new_zeros(HQ, dtype=torch.float32) if far_scale is None else far_scale.float()
+    far_scale = far_scale.expand(B, T, HQ)
+    row_q, row_phi_q, row_scale = (row_of(None, x, W, source) for x in (q, phi_q, far_scale))
+    sinkless = row_phi.where((token >= rule.sinks)[..., None, None], 0)  # sinks are read apart, and never far
+    numbers = [C, W, 0, int(rule.softmax), rule.degree]
+    o, den = (
+        take(x, place)
+        for x in row_attention(
+            row_q, row_k, row_v, row_phi_q, sinkless, row_scale, offset, numbers, rule.normaliser
+        )
+    )
+
+    seen, after = state.seen, state.seen + real
+    begun = seen[:, None] + torch.arange(T, device=q.device)
+    start = torch.div(begun, C, rounding_mode="floor") * C - (W - C)
+    index = torch.arange(rule.sinks, device=q.device)
+    fresh = ((index >= seen[:, None]) & (index < after[:, None]))[..., None, None]
+    at = (index - seen[:, None]).clamp(0, T - 1)
+    sink = [take(x, at).where(fresh, old) for x, old in ((k, state.sink_k), (v, state.sink_v))]
+    o = _join_older(state.S, (q, phi_q, far_scale), sink, start, offset, rule, o.float(), den)
+    o = o.where((torch.arange(T, device=q.device) < real[:, None])[..., None, None], 0)
+
+    begin = torch.div(after, C, rounding_mode="floor") * C - (W - C)
+    S = state.S + row_sums(row_k, row_v, sinkless, token < begin[:, None])
+    kept = begin[:, None] + torch.arange(W, device=q.device) - token[:, :1]
+    here = ((kept >= 0) & (kept < token.shape[1]))[..., None, None]
+    inside = kept.clamp(0, token.shape[1] - 1)
+    buffers = (take(x, inside).where(here, 0) for x in (row_k, row_v, row_phi))
+    return o, PolySketchState(S, *buffers, torch.zeros_like(state.log_gate), *sink, after)
+
+
+def _join_older(S, queries, sink, start, offset, rule, o, den) -> torch.Tensor:
+    """o [B, T, HQ, E] with S, and the sinks before a row's start, in it as well; some queries at a time.
+
+    den is the log of what o was divided by for softmax, 1 / that for powers.
+    """
+    if not rule.softmax:
+        den = (-den.where(den > 0, 1).log()).where(den > 0, -torch.inf)
+    nobody = [x.new_zeros(len(x), 1, 1, *x.shape[2:]) for x in sink]
+    keys = (*nobody, torch.full_like(start[:, None, :1], torch.iinfo(torch.int64).max), None)
+    rule, sink, parts = rule._replace(normaliser=0.0), [x.unsqueeze(1) for x in sink], []
+    for some in (slice(t, t + 4 * SEGMENT) for t in range(0, o.shape[1], 4 * SEGMENT)):
+        few = [x[:, None, some] for x in queries]
+        position = start[:, None, some] - 1
+        older, log = _read(S.unsqueeze(1), few, keys, sink, position, None, offset, rule, logs=True)
+        log, mine = log[:, 0], den[:, some]
+        both = torch.logaddexp(log, mine)
+        both = both.where(both > -torch.inf, 0)
+        shares = ((x - both).exp().unsqueeze(-1) for x in (log, mine))
+        parts.append(older[:, 0] * next(shares) + o[:, some] * next(shares))
+    return torch.cat(parts, 1)
 
 
 def _on_triton(q, k, v, phi_q, phi_k, far_scale, offset, rule, cu_seqlens, keep_state):
@@ -491,8 +565,8 @@ def _fold(phi_k, v, token, total, rule, dtype):
     return rows.transpose(-1, -2) @ left, decay  # [R, n, H, F, E + 1], [R, n, H, 1, 1]
 
 
-def _read(S, queries, keys, sink, position, row, offset, rule) -> torch.Tensor:
-    """o [R, n, Q, HQ, E] of Q queries a tile.
+def _read(S, queries, keys, sink, position, row, offset, rule, logs: bool = False):
+    """o [R, n, Q, HQ, E] of Q queries a tile, and with logs the log of what it was divided by, [R, n, Q, HQ].
 
     S [R, n, H, F, E + 1]; queries [R, n, Q, HQ, ...], their index in the document position [R, n, Q], their
     running gates row [R, n, H, Q]; keys [R, n, W, H, ...] of which token [R, n, W] is the index.
@@ -524,7 +598,12 @@ def _read(S, queries, keys, sink, position, row, offset, rule) -> torch.Tensor:
     if rule.normaliser:
         whole = whole + rule.normaliser * (-top).clamp(max=80.0).exp().unsqueeze(-1)
     o = (sums[..., :-1] / whole.where(whole > 0, 1)).where(whole > 0, 0)
-    return o.permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
+    o = o.permute(0, 1, 4, 2, 3, 5).flatten(3, 4)
+    if not logs:
+        return o
+    whole = whole[..., 0]
+    log = (top + whole.where(whole > 0, 1).log()).where(whole > 0, -torch.inf)
+    return o, log.permute(0, 1, 4, 2, 3).flatten(3, 4)
 
 
 def _far(S: torch.Tensor, phi_q: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
