@@ -691,14 +691,14 @@ def _backward(
 def _decode(
     q_ptr, k_ptr, v_ptr, g_ptr, o_ptr, k0_ptr, v0_ptr, kept0_ptr, k1_ptr, v1_ptr, kept1_ptr,
     scale, D, E, slots,
-    G: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr, MASS: tl.constexpr,
-    PARTS: tl.constexpr, EARLY: tl.constexpr,
+    G: tl.constexpr, GP: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
+    MASS: tl.constexpr, PARTS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (B * H, PARTS). One token written into its slots, then the read; slots are read and written once.
 
     K [M, D] in each part, which stores its share of D; V and o by parts of E, EP wide. Slots may be held in
-    16 bits; they are rounded where they are stored, not before the read. EARLY: V is loaded with K, for few
-    programs; else after K is done with, so that its registers serve for V.
+    16 bits; they are rounded where they are stored, not before the read. EARLY, for few programs: V is loaded
+    with K, and heads go together; else one after another, so that four programs fit on a multiprocessor.
     """
     pid, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     m, d, e = tl.arange(0, M), tl.arange(0, DP), part * EP + tl.arange(0, EP)
@@ -713,24 +713,23 @@ def _decode(
     kept = tl.load(kept0_ptr + pid * slots + m, mask=m_ok, other=0.0) + g
     k = tl.load(k_ptr + pid * D + d, mask=d_ok, other=0.0).to(tl.float32)
     v = tl.load(v_ptr + pid * E + e, mask=e_ok, other=0.0).to(tl.float32)
-    queries = ()
-    for head in tl.static_range(G):
-        queries += (tl.load(q_ptr + (pid * G + head) * D + d, mask=d_ok, other=0.0).to(tl.float32),)
     keep, s = tl.exp(g)[:, None], -_expm1(g)[:, None]
     K = keep * K.to(tl.float32) + s * k[None, :]
+    heads = tl.arange(0, GP)[:, None]
+    U = tl.zeros((GP, M), tl.float32)
+    for head in tl.range(0, G, loop_unroll_factor=G if EARLY else 1):
+        q = tl.load(q_ptr + (pid * G + head) * D + d, mask=d_ok, other=0.0).to(tl.float32)
+        U = tl.where(heads == head, scale * tl.sum(K * q[None, :], 1)[None, :], U)
     z, iz = _mass(kept[None, :])
-    weights = ()
-    for head in tl.static_range(G):
-        U = scale * tl.sum(K * queries[head][None, :], 1)[None, :]
-        weights += (tl.reshape(_read(U, z, iz, m_ok, MASS), (M,)),)
+    P = _read(U, z, iz, m_ok, MASS)
     tl.store(k1_ptr + k_spot, K, mask=k_ok & (d // (DP // PARTS) == part)[None, :])
     tl.store(kept1_ptr + pid * slots + m, kept, mask=m_ok & (part + m * 0 == 0))
     if not EARLY:
         V = tl.load(v0_ptr + v_spot, mask=v_ok, other=0.0)
     V = keep * V.to(tl.float32) + s * v[None, :]
     tl.store(v1_ptr + v_spot, V, mask=v_ok)
-    for head in tl.static_range(G):
-        o = tl.sum(V * weights[head][:, None], 0)
+    for head in tl.range(0, G, loop_unroll_factor=G if EARLY else 1):
+        o = tl.sum(V * tl.sum(tl.where(heads == head, P, 0.0), 0)[:, None], 0)
         tl.store(o_ptr + (pid * G + head) * E + e, o, mask=e_ok)
 
 
@@ -870,8 +869,9 @@ def _one_token(plan: _Plan, q, k, v, g, o, scale: float, mass: bool, k0, v0, kep
     warps = DECODE["warps"] or (8 if programs <= 32 else 4)
     _decode[(programs, parts)](
         q, k, v, g, o, k0, v0, kept0, *after, scale, plan.D, plan.E, plan.M,
-        G=plan.group, DP=_pad(plan.D), EP=_pad(plan.E) // parts, M=_pad(plan.M), MASS=mass, PARTS=parts,
-        EARLY=early, num_warps=warps, maxnreg=None if early or warps > 4 else 128,
+        G=plan.group, GP=triton.next_power_of_2(plan.group), DP=_pad(plan.D), EP=_pad(plan.E) // parts,
+        M=_pad(plan.M), MASS=mass, PARTS=parts, EARLY=early, num_warps=warps,
+        maxnreg=None if early else 512 // warps,
     )  # fmt: skip
     return after
 
