@@ -11,10 +11,12 @@ short table comes last; DIR/polysketch.json has everything. Milliseconds are med
 from __future__ import annotations
 
 import argparse
+import contextlib
 import functools
 import json
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 
@@ -599,10 +601,12 @@ def sketch_variants(result: dict) -> None:
         result[f"sketch {kernel}"] = times
 
 
-def warm(part: int, parts: int, quick: bool, tiles: bool) -> None:
-    """Compiles this process's share of everything, by running it small."""
+def warm(claims: Path, quick: bool, tiles: bool) -> None:
+    """Compiles what no other process has claimed in a folder, by running it small; the longest first."""
+    jobs = [("steps", None, None), ("packed", None, None), ("decoding", None, None)]
+    jobs += [("whole", r, block) for r, block in (SHORT if quick else WHOLE)]
     different = {case[2:]: case for case in (QUICK if quick else CASES)}  # kernels do not depend on T
-    jobs = [("case", case, dtype) for dtype in CAPS for case in different.values()]
+    jobs += [("case", case, dtype) for dtype in CAPS for case in different.values()]
     if quick:
         jobs += [
             (soft, kernel, cut) for soft in TRIED for kernel in TRIED[soft] for cut in TRIED[soft][kernel]
@@ -610,10 +614,9 @@ def warm(part: int, parts: int, quick: bool, tiles: bool) -> None:
     jobs += [("sketch", kernel, cut) for kernel, cuts in SKETCH_TILES.items() for cut in cuts]
     if tiles:
         jobs += [("tiles", kernel, cut) for kernel, cuts in VARIANTS.items() for cut in cuts]
-    jobs += [("packed", None, None), ("steps", None, None), ("decoding", None, None)]
-    jobs += [("whole", r, block) for r, block in (SHORT if quick else WHOLE)]
-    for kind, a, b in jobs[part::parts]:
+    for index, (kind, a, b) in enumerate(jobs):
         try:
+            (claims / str(index)).mkdir()
             if kind == "case":
                 check(a, b)
             elif kind == "sketch":
@@ -636,7 +639,8 @@ def warm(part: int, parts: int, quick: bool, tiles: bool) -> None:
                 runners(1, 512, 32, 256, kind)[a](Tiles(*b))
             else:
                 leaves = [x.requires_grad_() for x in inputs(1, 2 * b, r=a, dtype=torch.bfloat16, **MISTRAL)]
-                polysketch(*leaves, block=b, offset=torch.rand(32, device="cuda"))[0].sum().backward()
+                given = {"block": b, "offset": torch.rand(32, device="cuda"), "keep_state": False}
+                polysketch(*leaves, **given)[0].sum().backward()
                 if b == WHOLE[0][1]:
                     softly(leaves, torch.zeros(1, 2 * b, 32, device="cuda")).sum().backward()
         except Exception:
@@ -651,21 +655,18 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="few cases and shapes, no variants")
     parser.add_argument("--no-variants", action="store_true", help="only the shipped tiles")
     parser.add_argument("--processes", type=int, default=15)
-    parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)
+    parser.add_argument("--warm", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.warm is not None:
-        return warm(arguments.warm, arguments.processes, arguments.quick, not arguments.no_variants)
+        with contextlib.redirect_stdout(None):
+            return warm(arguments.warm, arguments.quick, not arguments.no_variants)
     start = time.perf_counter()
     arguments.no_variants |= arguments.quick
     flags = [f"--{name}" for name in ("quick", "no-variants") if getattr(arguments, name.replace("-", "_"))]
-    workers = [
-        subprocess.Popen(
-            [sys.executable, __file__, "--warm", str(i), "--processes", str(arguments.processes), *flags]
-        )
-        for i in range(arguments.processes)
-    ]
-    for worker in workers:
-        worker.wait()
+    with tempfile.TemporaryDirectory() as claims:
+        command = [sys.executable, __file__, "--warm", claims, *flags]
+        for worker in [subprocess.Popen(command) for _ in range(arguments.processes)]:
+            worker.wait()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
     result: dict = {"wrong": correctness(QUICK if arguments.quick else CASES)}
