@@ -198,11 +198,8 @@ def test_more_tokens_equal_the_definition_and_leave_the_same_state(rule, several
         return polysketch(*given, **more, **rule)
 
     lengths = torch.tensor(before, device=device)
-    states = {
-        dtype: run(dtype, "torch", 0, max(before), lengths=lengths)[1]
-        for dtype in (torch.float32, torch.float64)
-    }
-    mine, plain, gold = states[torch.float32], states[torch.float32], states[torch.float64]
+    kinds = ((torch.float32, "triton"), (torch.float32, "torch"), (torch.float64, "torch"))
+    mine, plain, gold = (run(*kind, 0, max(before), lengths=lengths)[1] for kind in kinds)
     for t, stop in ((64, 65), (65, 66), *((t, t + several) for t in range(66, 69, several))):
         lengths = None if stop == t + 1 else torch.tensor([several, 23], device=device)
         ours, mine = run(torch.float32, "triton", t, stop, mine, lengths)

@@ -150,22 +150,30 @@ def polysketch(
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"backend is {backend!r}; it must be None, 'triton' or 'torch'")
     if backend == "triton" or (backend is None and q.is_cuda):
+        before = state
+        if state is None and lengths is not None and keep_state:  # states of different ages
+            before = _unseen(q, k, v, phi_k, rule)
         step = state is not None and T == 1 and lengths is None and cu_seqlens is None
-        given: dict = {"a state and cu_seqlens": None if cu_seqlens is None else state}
-        if state is not None:
-            given |= _refused_state(state, (q, k, v, phi_q, phi_k, far_scale, offset))
+        given: dict = {"a state and cu_seqlens": None if cu_seqlens is None else before}
+        if before is not None:
+            given |= _refused_state(before, (q, k, v, phi_q, phi_k, far_scale, offset))
         elif keep_state:
-            given |= {"cu_seqlens with keep_state": cu_seqlens, "lengths with keep_state": lengths}
+            given["cu_seqlens with keep_state"] = cu_seqlens
         elif cu_seqlens is not None:
             given["cu_seqlens and more than one row"] = True if B > 1 else None
         reason = why_not_triton(q, k, v, phi_q, rule, given)
         if reason is None and step:
             o, state = _step_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule)
             return o, state if keep_state else None
-        if reason is None and state is not None:
+        if reason is None and before is not None:
             with torch.autocast(q.device.type, enabled=False):
                 o, state = _continue_on_triton(
-                    state, *(x.to(q.dtype) for x in (q, k, v, phi_q, phi_k)), far_scale, offset, rule, lengths
+                    before,
+                    *(x.to(q.dtype) for x in (q, k, v, phi_q, phi_k)),
+                    far_scale,
+                    offset,
+                    rule,
+                    lengths,
                 )
             return o.to(v.dtype), state if keep_state else None
         if reason is None:
@@ -255,6 +263,16 @@ def why_not_triton(q, k, v, phi_q, rule: _Rule, given: dict) -> str | None:
     return unsupported(
         q, k, v, phi_q, degree=rule.degree, block=rule.block, soft=rule.softmax, sinks=rule.sinks
     )
+
+
+def _unseen(q, k, v, phi_k, rule) -> PolySketchState:
+    """The state before the first token, as the kernels continue it."""
+    B, _, H, D = k.shape
+    E, W, F = v.shape[-1], rule.tiles * rule.block, num_features(phi_k.shape[-1])
+    S, log_gate = (q.new_zeros(B, *size, dtype=torch.float32) for size in ((H, F, E + 1), (W, H)))
+    buffers = (q.new_zeros(B, W, H, size) for size in (D, E, phi_k.shape[-1]))
+    sinks = (q.new_zeros(B, rule.sinks, H, size) for size in (D, E))
+    return PolySketchState(S, *buffers, log_gate, *sinks, q.new_zeros(B, dtype=torch.int64))
 
 
 def _refused_state(state, tensors) -> dict:

@@ -105,14 +105,14 @@ class Power(nn.Module):
 class PolySketchAttention(Mixer):
     """Exact attention to near keys and sinks, squared sketches of polynomial attention to all others.
 
-    New parameters, all trained unless said otherwise:
+    New parameters, and buffers, which are not trained:
         power.offset, power.sharpness [HQ]   the power's (sharpness s + offset); start 1 and 1 / degree
         power.key_mean [H, D]                what is taken off keys before the power; start 0
         power.far_scale [HQ], power.far_query [HQ, D]    log of the factor on far weights; start 0;
             local="softmax" only
         sketch.query, sketch.key [H, degree / 2, D + 1, r]    the learned sketch; starts as the largest
             terms of the power over single coordinates, low frequencies first; `fit` finds directions
-        sketch.leaf, sketch.inner    a random sketch; drawn at the start, never trained
+        sketch.leaf, sketch.inner    buffers, a random sketch; drawn at the start
     """
 
     Options: ClassVar[type[MixerOptions]] = PolySketchOptions
