@@ -107,11 +107,12 @@ def test_one_token_after_a_state_equals_the_definition(mass, device):
     assert all(a.equal(b) for a, b in zip(kept, state))
 
 
-def test_one_token_after_slots_in_16_bits_leaves_slots_in_16_bits(device):
+@pytest.mark.parametrize("backend", ["triton", "torch"])
+def test_one_token_after_slots_in_16_bits_leaves_slots_in_16_bits(backend, device):
     tensors = in_dtype(inputs((2, 1, 6, 2, 12, 20, 5), "soft", device, torch.float32), torch.float32)
     slots = (torch.randn(2, 2, 5, size, device=device).half() for size in (12, 20))
     state = GSAState(*slots, -torch.rand(2, 2, 5, device=device))
-    o, after = triton(*tensors, mass=True, state=state)
+    o, after = gsa(*tensors, mass=True, state=state, backend=backend)
     gold, wanted = gsa_reference(*tensors, mass=True, state=GSAState(*(x.float() for x in state)))
     assert (after.k.dtype, after.v.dtype, after.log_kept.dtype) == (torch.half, torch.half, torch.float32)
     close("o", o, gold.double(), 1e-6)

@@ -61,7 +61,7 @@ def gsa(
 
     Returns:
         o [B, T, HQ, E] in v's dtype, and the state after the last token, N = B or documents. All sums and the
-        state are float32, or float64 if q is.
+        state are float32, or float64 if q is; only slots k and v given in 16 bits for one token stay so.
 
     Raises:
         ValueError: shapes or cu_seqlens that do not fit, or a backend that cannot take the call.
@@ -99,7 +99,10 @@ def gsa(
             S, kept = torch.cat((state.k, state.v), -1).to(dtype), state.log_kept.to(dtype)
         o, S, kept = _segments(tiled_q * factor, kv, g, S, kept, tiles, cu_seqlens is not None, mass)
     o = o[:, :T] if index is None else o.index_select(1, index)
-    return o.to(v.dtype), GSAState(S[..., :D], S[..., D:], kept)
+    K, V = S[..., :D], S[..., D:]
+    if T == 1 and state is not None and {state.k.dtype, state.v.dtype} <= {torch.bfloat16, torch.float16}:
+        K, V = K.to(state.k.dtype), V.to(state.v.dtype)
+    return o.to(v.dtype), GSAState(K, V, kept)
 
 
 def _segments(q, kv, g, S, kept, tiles: Sequence[int], packed: bool, mass: bool):
