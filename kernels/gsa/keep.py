@@ -130,7 +130,9 @@ def _choose(importance, decay, index, sizes, sinks, recent, real, state: Keep) -
     for t in range(T):
         i = index[:, t].view(N, 1, 1)
         age = i - born
-        value = torch.addcmul(worth, fall, age.clamp_min(1).log2()).masked_fill_(age < latest, torch.inf)
+        value = torch.addcmul(worth, fall, age.float().clamp_min_(1).log2_()).masked_fill_(
+            age < latest, torch.inf
+        )
         taken = torch.where(i < sizes.view(1, H, 1), i, value.argmin(-1, keepdim=True))
         now = torch.where(taken < sinks, torch.inf, importance[:, t].unsqueeze(-1))
         if real is None:
