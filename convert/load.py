@@ -80,13 +80,11 @@ def read_config(path: str | os.PathLike) -> PreTrainedConfig:
 
 def new_parameter_names(model: PreTrainedModel) -> set[str]:
     """State dict keys that the mixers declare as new."""
-    kept = set(model.state_dict())
     return {
         f"{layer_name}.self_attn.{name}"
         for layer_name, layer in model.named_modules()
         if isinstance(layer, ConvertedLayer) and isinstance(layer.self_attn, Mixer)
-        for name in [*layer.self_attn.new_parameters(), *dict(layer.self_attn.named_buffers())]
-        if f"{layer_name}.self_attn.{name}" in kept
+        for name in layer.self_attn.new_tensors()
     }
 
 

@@ -79,7 +79,7 @@ class ConvertedLayer(nn.Module):
         options = mixer_options(entry, f"layer_mixers[{layer_idx}]")
         if options is not None:
             self.self_attn = MIXERS[entry["name"]](attention_shape(config), options)
-            for new in _new_tensors(self.self_attn).values():
+            for new in self.self_attn.new_tensors().values():
                 if new.is_floating_point():
                     new.data = new.data.float()  # and loads so: in bfloat16 gates lose every long half-life
 
@@ -89,11 +89,11 @@ class ConvertedLayer(nn.Module):
             return super()._apply(fn, recurse)
         before = {
             name: (x.data, x.grad)
-            for name, x in _new_tensors(self.self_attn).items()
+            for name, x in self.self_attn.new_tensors().items()
             if x.is_floating_point()
         }
         super()._apply(fn, recurse)
-        for name, x in _new_tensors(self.self_attn).items():
+        for name, x in self.self_attn.new_tensors().items():
             if name in before and x.dtype.itemsize < torch.float32.itemsize:
                 value, gradient = before[name]
                 x.grad = None  # or its dtype would have to be that of x, which changes here
@@ -140,10 +140,6 @@ class ConvertedLayer(nn.Module):
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
 
-def _new_tensors(mixer: Mixer) -> dict[str, torch.Tensor]:
-    return mixer.new_parameters() | dict(mixer.named_buffers())
-
-
 class ConvertedWeights(PreTrainedModel):
     """Mixin in front of every converted model class: starts what a checkpoint lacks, and only that."""
 
@@ -151,7 +147,7 @@ class ConvertedWeights(PreTrainedModel):
         if not isinstance(module, Mixer):
             super()._init_weights(module)
             return
-        new = _new_tensors(module)
+        new = module.new_tensors()
         loaded = {
             name: x.detach().clone() for name, x in new.items() if getattr(x, "_is_hf_initialized", False)
         }

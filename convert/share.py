@@ -94,7 +94,7 @@ def _head_of(
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         setattr(own, name, getattr(attention, name))
     prefix = f"model.layers.{layer}.self_attn."
-    fitted = {n: new[prefix + n].to(teacher.device) for n in own.new_parameters()}
+    fitted = {n: new[prefix + n].to(teacher.device) for n in own.new_tensors()}
     own.load_state_dict(fitted, strict=False, assign=True)
     return own.requires_grad_(False)
 

@@ -24,7 +24,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from unsoftmax.convert.config import HARMLESS_FIELDS
 from unsoftmax.convert.source import DTYPE_NAMES, INDEX, PIECE_BYTES, SINGLE, Source
-from unsoftmax.kernels.mixer import SOURCE_PROJECTIONS, Mixer
+from unsoftmax.kernels.mixer import Mixer
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
@@ -162,11 +162,8 @@ def _declared_new(model: PreTrainedModel) -> dict[str, New]:
     for path, mixer in model.named_modules():
         if not isinstance(mixer, Mixer):
             continue
-        added = {n: t for n, t in mixer.state_dict().items() if n.split(".")[0] not in SOURCE_PROJECTIONS}
-        undeclared = mixer.new_parameters().keys() - added.keys()
-        assert not undeclared, f"{path}: {undeclared} would not be saved"
         layer = int(re.findall(r"\d+", path)[0])
-        for name, tensor in added.items():
+        for name, tensor in mixer.new_tensors().items():
             dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
             new[f"{path}.{name}"] = New(layer, name, tuple(tensor.shape), dtype)
     return new

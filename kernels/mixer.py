@@ -127,7 +127,8 @@ class Mixer(nn.Module):
     """One attention layer: the source's four projections, and whatever the mixer adds to them.
 
     A subclass sets `Options`, adds its new parameters after `super().__init__`, and defines `forward`
-    and `reset_new_parameters`; `fit` if it has a closed-form start.
+    and `reset_new_parameters`; `fit` if it has a closed-form start. What is fitted or drawn but never trained
+    is a persistent buffer, so that no optimizer and no weight decay can reach it.
     """
 
     Options: ClassVar[type[MixerOptions]] = MixerOptions
@@ -152,9 +153,14 @@ class Mixer(nn.Module):
         """Name to parameter, for every parameter that the source checkpoint does not have."""
         return {n: p for n, p in self.named_parameters() if n.split(".")[0] not in SOURCE_PROJECTIONS}
 
+    def new_tensors(self) -> dict[str, torch.Tensor]:
+        """new_parameters, and the buffers that are saved: all that a checkpoint has beyond its source."""
+        state = self.state_dict(keep_vars=True)
+        return {n: t for n, t in state.items() if n.split(".")[0] not in SOURCE_PROJECTIONS}
+
     def has_storage(self) -> bool:
-        """Whether new parameters can be written: not on the meta device, nor once ZeRO-3 has sharded them."""
-        return all(p.numel() and not p.is_meta for p in self.new_parameters().values())
+        """Whether new tensors can be written: not on the meta device, nor once ZeRO-3 has sharded them."""
+        return all(t.numel() and not t.is_meta for t in self.new_tensors().values())
 
     def reset_new_parameters(self) -> None:
         """Give every new parameter and buffer its documented start, in place."""

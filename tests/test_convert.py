@@ -186,10 +186,10 @@ def test_the_fit_of_each_layer_is_the_mixers_own_on_the_teachers_inputs(tmp_path
     for i, layer in enumerate(model.model.layers):
         numbers = layer.self_attn.fit(teacher.inputs(i))
         assert report[i] == pytest.approx(numbers)
-        for name, parameter in layer.self_attn.new_parameters().items():
+        for name, tensor in layer.self_attn.new_tensors().items():
             got = new[f"model.layers.{i}.self_attn.{name}"]
             assert got.dtype == torch.float32
-            torch.testing.assert_close(got, parameter.detach())
+            torch.testing.assert_close(got, tensor.detach())
 
 
 def test_no_text_is_read_where_no_mixer_wants_it(recipe, said, tmp_path):
@@ -208,7 +208,7 @@ def test_a_start_that_is_not_finite_is_refused_by_name(tmp_path, monkeypatch):
     mixer = Mixer.fit
 
     def broken(self, batches):
-        next(iter(self.new_parameters().values())).data.fill_(float("nan"))
+        next(iter(self.new_tensors().values())).data.fill_(float("nan"))
         return mixer(self, batches)
 
     monkeypatch.setattr(GatedSlotAttention, "fit", broken)

@@ -60,7 +60,7 @@ def build(name: str, options: dict, shape: AttentionShape, device: torch.device)
     with torch.no_grad():  # attention that tells tokens apart: a flat one has hardly a gradient to compare
         layer.q_proj.weight.mul_(3)
         layer.k_proj.weight.mul_(3)
-        for i, p in enumerate(layer.new_parameters().values()):  # as after some training: no two slots alike
+        for i, p in enumerate(layer.new_tensors().values()):  # as after some training: no two slots alike
             p.add_(0.3 * noise(*p.shape, device=device, seed=100 + i))
     return layer
 
@@ -294,8 +294,9 @@ def test_the_state_dict_is_the_sources_and_what_is_declared_new(name, options, s
     if shape.o_bias:
         want["o_proj.bias"] = (shape.hidden_size,)
     assert {n: tuple(t.shape) for n, t in source.items()} == want
+    assert tensors.keys() - source.keys() == layer.new_tensors().keys()
     buffers = {n for n, _ in layer.named_buffers()}
-    assert tensors.keys() - source.keys() - buffers == layer.new_parameters().keys()
+    assert layer.new_tensors().keys() - buffers == layer.new_parameters().keys()
 
 
 @every_mixer
@@ -304,8 +305,8 @@ def test_new_parameters_have_a_start_that_needs_only_the_seed(name, options, dev
     kept = {n: t.clone() for n, t in layer.state_dict().items()}
     starts = []
     for _ in range(2):
-        for p in layer.new_parameters().values():
-            torch.nn.init.constant_(p, torch.nan)
+        for t in layer.new_tensors().values():
+            torch.nn.init.constant_(t, torch.nan)
         torch.manual_seed(5)
         layer.reset_new_parameters()
         starts.append({n: t.clone() for n, t in layer.state_dict().items()})

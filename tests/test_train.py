@@ -28,12 +28,17 @@ BIN = Path(sys.executable).parent
 SOFTMAX = {"name": "softmax"}
 RING = {"name": "gsa", "num_slots": 8, "sinks": 2}
 MEMORY = {**RING, "recent": 3}
+PAPER = {"name": "gsa", "num_slots": 8, "start": "paper"}
 SKETCH = {"name": "polysketch", "sketch_size": 8, "block": 16, "local": "softmax", "window": 16, "sinks": 2}
-STARTS = {  # what a recipe can ask for; the last, every mixer at once, is for what goes around the recipe
-    "start": [MEMORY, SOFTMAX, RING],
-    "sketch start": [SKETCH, SOFTMAX, SKETCH],
+DRAWN = {**SKETCH, "sketch": "gaussian", "degree": 8}
+STARTS = {  # what a recipe can ask for; the last two, several mixers at once, are for what goes around it
+    "start": [MEMORY, SOFTMAX, PAPER],
+    "sketch start": [SKETCH, SOFTMAX, DRAWN],
     "mixed": [MEMORY, SOFTMAX, SKETCH],
+    "fixed": [MEMORY, SOFTMAX, DRAWN],
 }
+FIXED = ("importance.weight", "importance.decay", "sketch.leaf", "sketch.inner")  # never trained
+SAFE = "model.safetensors"
 ONE_STEP = {"total_tokens": 256, "warmup_steps": 0, "schedule": "constant", "grad_clip": 0.5}
 
 
@@ -101,7 +106,7 @@ def rows_logged(run, kind="train"):
 
 
 def weights(run):
-    return load_file(run / "export" / "model.safetensors")
+    return load_file(run / "export" / SAFE)
 
 
 def assert_same_run(run, whole):
@@ -202,6 +207,18 @@ def test_one_step_of_any_zero_stage_on_two_ranks_is_plain_adamw(two_ranks, run):
         assert step.norm() > 0, name
         error = (found[name] - after[name]).norm() / step.norm()
         assert error < 1e-3, f"{name}: the step is off by {error:.1e}"
+
+
+@pytest.mark.parametrize("run", [*(f"one-{z}" for z in range(4)), "one-3-sketch", "whole-0", "half-2"])
+def test_what_is_fitted_or_drawn_leaves_training_as_it_came(two_ranks, run):
+    here, _ = two_ranks
+    assert parse_recipe(tree(here)).train.weight_decay > 0
+    folder = "sketch start" if "sketch" in run else "start"
+    start, found = load_file(here / folder / SAFE), weights(here / run)
+    fixed = [name for name in start if name.endswith(FIXED)]
+    assert len(fixed) == 2
+    for name in start:
+        assert torch.equal(found[name], start[name]) == (name in fixed), name
 
 
 @pytest.mark.parametrize("zero", [0, 2])
@@ -539,8 +556,8 @@ def test_a_tied_bfloat16_start_exports_as_it_came(here, alone):
 # ---- engine
 
 
-def build(here, place, **train):
-    return Engine(parse_recipe(tree(here, **train)), place, lambda: load(here / "mixed"))
+def build(here, place, start="mixed", **train):
+    return Engine(parse_recipe(tree(here, **train)), place, lambda: load(here / start))
 
 
 def state(built):
@@ -580,6 +597,30 @@ def test_every_parameter_moves_at_a_small_rate_under_bf16(here, alone):
         built.step(batch, lr=3.0e-5)
     moved = {n: (p - before[n]).abs().max().item() for n, p in state(built).items()}
     assert [n for n, far in moved.items() if not 1e-5 < far < 1e-2] == []
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_no_optimizer_touches_what_is_fitted_or_drawn_and_a_checkpoint_holds_it(here, alone, zero, tmp_path):
+    start = load_file(here / "fixed" / SAFE)
+    fixed = {name: x for name, x in start.items() if name.endswith(FIXED)}
+    assert len(fixed) == len(FIXED)
+    built = build(here, alone, "fixed", zero_stage=zero, weight_decay=0.5, dtype="bf16")
+    rows = loop.token_rows_of(parse_recipe(tree(here)), tokenizer(here / "start"))
+    for batch in itertools.islice(batches(rows, batch_rows=8, micro_rows=2, rank=0, world=1), 3):
+        assert built.step(batch, lr=0.01).applied
+    built.save(tmp_path / "saved")
+    saved = saved_weights(tmp_path / "saved", zero)
+    assert saved.keys() == start.keys()
+    for name, x in start.items():
+        assert torch.equal(saved[name], x) == (name in fixed), name
+    other = build(here, alone, "fixed", zero_stage=zero, weight_decay=0.5, dtype="bf16")
+    for module in (built, other):
+        for name, x in fixed.items():
+            assert torch.equal(module.model.state_dict()[name], x), name
+            module.model.get_buffer(name).add_(1.0)
+    other.load(tmp_path / "saved")
+    for name, x in fixed.items():
+        assert torch.equal(other.model.get_buffer(name), x), name
 
 
 def test_activation_checkpointing_leaves_the_step_as_it_is(here, alone):

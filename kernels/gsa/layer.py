@@ -96,13 +96,17 @@ class RingState(NamedTuple):
 class Importance(nn.Module):
     """Log attention that tokens x [B, T, hidden] get from afar, [B, T, H] float32, and its fall with age.
 
-    In float32 at least, so that a choice does not hang on the rounding of a matmul. Not trained.
+    In float32 at least, so that a choice does not hang on the rounding of a matmul. Buffers: fitted, never
+    trained.
     """
+
+    weight: torch.Tensor
+    decay: torch.Tensor
 
     def __init__(self, hidden_size: int, heads: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(heads, hidden_size), requires_grad=False)
-        self.decay = nn.Parameter(torch.empty(heads), requires_grad=False)
+        self.register_buffer("weight", torch.empty(heads, hidden_size))
+        self.register_buffer("decay", torch.empty(heads))
 
     @torch.no_grad()
     def forward(self, x: torch.Tensor) -> torch.Tensor:

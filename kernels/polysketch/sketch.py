@@ -70,19 +70,22 @@ class RandomSketch(nn.Module):
 
     leaf [degree / 2, D + 1, r] holds the matrices that meet the input, inner [2, r, r] (degree 8) those that
     meet their products. Entries are N(0, 1), or +1 and -1 in columns sampled with replacement from a Hadamard
-    matrix whose rows have random signs. E phi(x) . phi(y) = (x . y) ** (degree / 2).
+    matrix whose rows have random signs. E phi(x) . phi(y) = (x . y) ** (degree / 2). They are buffers.
     """
+
+    leaf: torch.Tensor
+    inner: torch.Tensor | None
 
     def __init__(self, kind: str, degree: int, width: int, size: int) -> None:
         super().__init__()
         self.kind = kind
-        self.leaf = nn.Parameter(torch.empty(degree // 2, width, size), requires_grad=False)
-        self.inner = nn.Parameter(torch.empty(2, size, size), requires_grad=False) if degree == 8 else None
+        self.register_buffer("leaf", torch.empty(degree // 2, width, size))
+        self.register_buffer("inner", torch.empty(2, size, size) if degree == 8 else None)
 
     @torch.no_grad()
     def reset(self) -> None:
         """Draw anew from torch's global generator."""
-        for matrices in self.parameters():
+        for matrices in self.buffers():
             matrices.copy_(_gaussian(matrices) if self.kind == "gaussian" else _hadamard(matrices))
 
     def forward(self, q: torch.Tensor, k: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
