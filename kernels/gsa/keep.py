@@ -127,12 +127,12 @@ def _choose(importance, decay, index, sizes, sinks, recent, real, state: Keep) -
     worth = worth.masked_fill(fixed, torch.inf)  # a candidate never
     latest = (sizes - sinks).clamp_max(recent).view(1, H, 1)
     fall, write = -decay.view(1, H, 1), []
+    ages = torch.arange(int(index.max()) + 2 if T else 1, device=importance.device)
+    logs = ages.float().clamp_min_(1).log2_()  # a table: so small a log2 waits for threads, a lookup does not
     for t in range(T):
         i = index[:, t].view(N, 1, 1)
         age = i - born
-        value = torch.addcmul(worth, fall, age.float().clamp_min_(1).log2_()).masked_fill_(
-            age < latest, torch.inf
-        )
+        value = torch.addcmul(worth, fall, logs[age]).masked_fill_(age < latest, torch.inf)
         taken = torch.where(i < sizes.view(1, H, 1), i, value.argmin(-1, keepdim=True))
         now = torch.where(taken < sinks, torch.inf, importance[:, t].unsqueeze(-1))
         if real is None:
