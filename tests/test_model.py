@@ -6,6 +6,8 @@ import copy
 import itertools
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -31,6 +33,7 @@ MEMORY = {"name": "gsa", "num_slots": 12, "sinks": 2, "recent": 4}
 PAPER = {"name": "gsa", "num_slots": 8, "start": "paper"}
 WINDOW = {"name": "window", "window": 5, "sinks": 2}
 POLY = {"name": "polysketch", "sketch_size": 8, "block": 8}
+DRAWN = POLY | {"sketch": "gaussian", "degree": 8}
 LAYERS = {
     "all softmax": [KEPT] * 3,
     "ring": [RING] * 3,
@@ -38,6 +41,7 @@ LAYERS = {
     "paper gates": [PAPER] * 3,
     "window": [WINDOW] * 3,
     "polysketch": [POLY] * 3,
+    "polysketch, random": [DRAWN, DRAWN | {"sketch": "hadamard"}, DRAWN],
     "softmax between mixers": [MEMORY, KEPT, WINDOW],
     "softmax first": [KEPT, RING, KEPT],
 }
@@ -491,7 +495,7 @@ def test_a_new_parameter_that_is_missing_gets_its_documented_start_and_no_other_
 
 
 def test_what_mixers_add_stays_float32_in_a_bfloat16_load(tmp_path):
-    layers = [MEMORY, PAPER, POLY]
+    layers = [MEMORY, PAPER, DRAWN]
     folder = tiny_source(tmp_path / "source", dtype=torch.bfloat16)
     fresh = load(folder, dtype=torch.bfloat16, layer_mixers=layers)
     fresh.save_pretrained(tmp_path / "out")
@@ -503,11 +507,29 @@ def test_what_mixers_add_stays_float32_in_a_bfloat16_load(tmp_path):
             assert tensor.dtype == (torch.float32 if name in new else torch.bfloat16), name
         assert ours(IDS).logits.isfinite().all()
     assert torch.equal(fresh(IDS).logits, again(IDS).logits)
+    for name, tensor in fresh.state_dict().items():
+        assert torch.equal(tensor, again.state_dict()[name]), name
+
+
+def test_what_is_fitted_or_drawn_is_no_parameter_and_is_missed_like_one(tmp_path):
+    fresh: Any = load(tiny_source(tmp_path / "source"), layer_mixers=[MEMORY, KEPT, DRAWN])
+    fixed = {f"model.layers.0.self_attn.importance.{name}" for name in ("weight", "decay")}
+    fixed |= {f"model.layers.2.self_attn.sketch.{name}" for name in ("leaf", "inner")}
+    fresh.save_pretrained(tmp_path / "out")
+    for ours in (fresh, load(tmp_path / "out"), copy.deepcopy(fresh).train().requires_grad_()):
+        assert fixed < new_parameter_names(ours)
+        assert not fixed & dict(ours.named_parameters()).keys()
+        assert fixed < ours.state_dict().keys()
+    for name in sorted(fixed):
+        shutil.copytree(tmp_path / "out", tmp_path / name)
+        drop(tmp_path / name, name)
+        with pytest.raises(ValueError, match=f"lacks {re.escape(name)}"):
+            load(tmp_path / name)
 
 
 @pytest.mark.parametrize("cast", ["bfloat16", "half", "to", "to from double"])
 def test_what_mixers_add_stays_float32_when_the_model_is_cast(tmp_path, cast):
-    ours = load(tiny_source(tmp_path), layer_mixers=[MEMORY, PAPER, POLY])
+    ours = load(tiny_source(tmp_path), layer_mixers=[MEMORY, PAPER, DRAWN])
     new = new_parameter_names(ours)
     before = {name: ours.state_dict()[name].clone() for name in new}
     ours.train()(IDS, labels=IDS).loss.backward()
@@ -516,7 +538,7 @@ def test_what_mixers_add_stays_float32_when_the_model_is_cast(tmp_path, cast):
         assert all(x.dtype == torch.float64 for x in ours.state_dict().values())
     narrow = torch.float16 if cast == "half" else torch.bfloat16
     getattr(ours, cast)() if cast in ("bfloat16", "half") else ours.to(narrow)
-    for name, x in ours.named_parameters():
+    for name, x in ours.state_dict(keep_vars=True).items():
         assert x.dtype == (torch.float32 if name in new else narrow), name
         assert x.grad is None or x.grad.dtype == x.dtype, name
     assert all(torch.equal(ours.state_dict()[name], x) for name, x in before.items())
@@ -630,6 +652,7 @@ def test_the_tokenizer_of_a_converted_folder_is_the_sources(tmp_path):
 ADAPTED = {  # layers, and the modules of theirs that are trained whole beside the adapters
     "gsa": ([MEMORY, KEPT, WINDOW], []),  # importance is fitted, not trained
     "polysketch": ([POLY, KEPT, POLY | {"local": "power"}], ["power", "sketch"]),
+    "polysketch, random": ([DRAWN, KEPT, DRAWN], ["power"]),
 }
 
 
@@ -689,7 +712,7 @@ def test_a_folder_opens_without_this_package(tmp_path):
     expected = {}
     for family in ("llama", "mistral"):
         folder = tmp_path / family
-        ours = converted(tiny_model(family), [MEMORY, KEPT, POLY])
+        ours = converted(tiny_model(family), [MEMORY, DRAWN, POLY])
         ours.save_pretrained(folder)
         drop(folder, "model.layers.0.self_attn.importance.decay")  # at its documented start in ours
         torch.save(given, folder / "given.pt")
