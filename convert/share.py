@@ -26,7 +26,7 @@ from unsoftmax.kernels.gsa.onehot import slot_attention
 from unsoftmax.kernels.mixer import Mixer, Rotary
 
 SIZES = (1 / 4, 1 / 2, 3 / 4, 1, 3 / 2, 2, 3, 4, 6)  # numbers of slots tried, in num_slots
-BYTES_PER_PARAMETER = 5  # of the teacher in float32, with some of what its backward pass keeps
+BYTES_PER_PARAMETER = 7  # of the teacher in float32, with some of what its backward pass keeps
 
 
 def shares_slots(mixer: Mixer) -> bool:
