@@ -30,17 +30,24 @@ Job = tuple[
 
 
 def onehot() -> Iterator[Job]:
-    """Mistral's layer in bfloat16 and SmolLM2's in float32, with biases and two writes a token."""
+    """Mistral's layer in bfloat16 and SmolLM2's in float32, with biases and two writes a token; both in
+    bfloat16 with other slots for each head; and the choice of slots."""
     from unsoftmax.kernels.gsa import triton_onehot as ops
 
     operands = ("q", "k", "v", "o", "do", "dq", "dk", "dv", "end_k", "end_v", "new_k", "new_v")
     singles = ("bias", "lse", "delta", "slot_bias", "part", "part_bias", "dbias", "end_bias", "new_bias")
     absent = ("table", "state_k", "state_v", "state_bias", "d_end", "d_end_bias", "d_state", "d_state_bias")
-    for D, G, dtype in ((128, 4, torch.bfloat16), (64, 3, torch.float32)):
-        b, M = ops.fitted(ops.blocks_for(D, D, G, dtype), (int(sys.argv[2]) // 10, 0)), 64
+    bf16 = torch.bfloat16
+    for D, G, dtype, M in (
+        (128, 4, bf16, 64),
+        (64, 3, torch.float32, 64),
+        (128, 4, bf16, 384),
+        (64, 3, bf16, 384),
+    ):
+        b = ops.fitted(ops.blocks_for(D, D, G, dtype), (int(sys.argv[2]) // 10, 0))
         types = dict.fromkeys(operands, f"*{NAMES[dtype]}") | dict.fromkeys(singles, "*fp32")
-        types |= dict.fromkeys(("last", "until", "dies", "owner", "end_copy"), "*i32")
-        types |= {"write": "*i64", "scale": "fp32"} | dict.fromkeys(("T", "n", "M", "blocks"), "i32")
+        types |= dict.fromkeys(("last", "until", "dies", "owner", "end_copy", "heads"), "*i32")
+        types |= {"write": "*i64", "scale": "fp32"} | dict.fromkeys(("T", "n", "M", "S", "blocks"), "i32")
         fixed = dict.fromkeys(absent) | {
             "H": 8,
             "G": G,
@@ -52,25 +59,37 @@ def onehot() -> Iterator[Job]:
             "C": b.chunk,
         }
         fixed |= {"BIAS": True, "STATE": False, "PACKED": False, "END": False, "SIZE": 2 * D}
+        fixed |= {"W": 1, "UNEVEN": True} if M > 64 else {"UNEVEN": False, "heads": None}
         read, dq = (
             {"BN": keys, "NS": -(-M // keys), "BR": rows, "HB": heads}
             for keys, rows, heads in ((b.keys, b.read_rows, b.read_heads), (b.dq_keys, b.dq_rows, b.dq_heads))
         )
-        sums = {"BR": b.dkv_rows, "BN": b.keys, "KB": 1}
+        sums = {"BR": b.dkv_rows, "BN": b.keys}
         kernels = {
-            "_lives": (ops._lives, {"BM": M}, 4, 3),
+            "_lives": (ops._lives, {"BM": 64}, 4, 3),
             "_owners": (ops._owners, {"BT": ops.SCAN, "BM": 16}, 4, 3),
             "_take": (ops._take, {"BM": 16}, 4, 3),
             "_read": (ops._read, read, b.read_warps, b.read_stages),
             "_dq": (ops._dq, dq, b.dq_warps, b.dq_stages),
-            "_dkv slots": (ops._dkv, sums | {"OWN": False}, b.dkv_warps, b.dkv_stages),
-            "_dkv own": (ops._dkv, sums | {"OWN": True}, b.dkv_warps, b.dkv_stages),
+            "_dkv slots": (ops._dkv, sums | {"OWN": False, "KB": -(-M // b.keys)}, b.dkv_warps, b.dkv_stages),
+            "_dkv own": (ops._dkv, sums | {"OWN": True, "KB": b.chunk // b.keys}, b.dkv_warps, b.dkv_stages),
             "_after": (ops._after, {"BX": ops.ELEMENTS, "U": b.ahead}, 1, 3),
             "_step": (ops._step, {"BM": b.keys, "BG": 16, "NS": -(-M // b.keys)}, ops.STEP_WARPS, 1),
         }
         for name, (kernel, more, warps, stages) in kernels.items():
             options = {"num_warps": warps, "num_stages": stages}
-            yield f"{name} D {D} {NAMES[dtype]}", kernel, types, fixed | more, options
+            yield f"{name} D {D} M {M} {NAMES[dtype]}", kernel, types, fixed | more, options
+    from unsoftmax.kernels.gsa import triton_keep
+
+    types = dict.fromkeys(("importance", "decay", "worth_in", "worth_out"), "*fp32") | {"heads": "*i32"}
+    types |= dict.fromkeys(("write", "cu_seqlens", "seen", "born_in", "born_out"), "*i64") | {"real": "*i8"}
+    types |= dict.fromkeys(("T", "S", "sinks", "recent"), "i32")
+    whole = dict.fromkeys(("PADDED", "SEEN", "STATE", "KEEP"), True) | {"PACKED": False, "cu_seqlens": None}
+    plain = dict.fromkeys(("PADDED", "SEEN", "STATE", "KEEP", "PACKED"), False)
+    plain |= dict.fromkeys(("real", "cu_seqlens", "seen", "born_in", "worth_in", "born_out", "worth_out"))
+    for M, flags in ((64, plain), (512, whole)):
+        options = {"num_warps": 1, "num_stages": 3}
+        yield f"_choose {M}", triton_keep._choose, types, flags | {"H": 8, "SLOTS": M}, options
 
 
 def polysketch() -> Iterator[Job]:

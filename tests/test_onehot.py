@@ -9,10 +9,12 @@ from tolerance import assert_all_as_good_as, assert_as_good_as
 from unsoftmax.kernels.gsa import onehot
 from unsoftmax.kernels.gsa.chunked import gsa
 from unsoftmax.kernels.gsa.onehot import slot_attention
-from unsoftmax.kernels.gsa.onehot_reference import SlotState, slot_attention_reference
+from unsoftmax.kernels.gsa.onehot_reference import SlotState, slot_attention_reference, slots_of
 
-SHAPES = {  # B, T, HQ, H, D, E, M, W
+SHAPES = {  # B, T, HQ, H, D, E, M (or one a head), W
     "plain": (2, 130, 4, 2, 8, 8, 16, 2),
+    "a number of slots for each head": (2, 140, 8, 4, 8, 8, (70, 3, 16, 3), 2),
+    "a token, a number of slots for each head": (2, 1, 4, 2, 4, 4, (5, 2), 1),
     "one write a token, odd sizes": (1, 100, 3, 1, 5, 7, 3, 1),
     "more slots than a chunk has tokens": (1, 150, 2, 2, 4, 4, 100, 2),
     "two slots": (1, 70, 2, 1, 4, 4, 2, 1),
@@ -28,7 +30,7 @@ def inputs(shape: tuple[int, ...], device: torch.device) -> dict[str, torch.Tens
         torch.randn(B, T, *size, dtype=torch.float64, device=device)
         for size in ((HQ, D), (H, D), (H, E), (H, W))
     )
-    write = torch.randint(-1, M, (B, T, H, W), device=device)
+    write = torch.stack([torch.randint(-1, m, (B, T, W), device=device) for m in slots_of(M, H)], 2)
     write[:, ::7] = write[:, ::7, :, :1]
     return {"q": q, "k": k, "v": v, "write": write, "bias": bias}
 
@@ -36,8 +38,9 @@ def inputs(shape: tuple[int, ...], device: torch.device) -> dict[str, torch.Tens
 def slots(N: int, shape: tuple[int, ...], device: torch.device) -> SlotState:
     """Random slots, a third of them empty."""
     _, _, _, H, D, E, M, _ = shape
+    S = sum(slots_of(M, H))
     k, v, bias, z = (
-        torch.randn(N, H, M, *size, dtype=torch.float64, device=device) for size in ((D,), (E,), (), ())
+        torch.randn(N, S, *size, dtype=torch.float64, device=device) for size in ((D,), (E,), (), ())
     )
     return SlotState(k, v, bias.masked_fill(z < -0.4, -torch.inf))
 
@@ -129,14 +132,14 @@ def test_it_is_gated_slot_attention_whose_gates_keep_nothing(device):
     want, held = gsa(tensors["q"], tensors["k"], tensors["v"], gate, mass=True)
     o, state = slot_attention(**tensors, num_slots=shape[6])
     assert_as_good_as("o", o, want, want)
-    assert_as_good_as("K", state.k, held.k, held.k)
-    assert torch.equal(state.bias == 0, held.log_kept < 0)
+    assert_as_good_as("K", state.k, held.k.flatten(1, 2), held.k.flatten(1, 2))
+    assert torch.equal(state.bias == 0, held.log_kept.flatten(1, 2) < 0)
 
 
 def test_gradients_are_those_of_finite_differences(device):
     shape = (1, 67, 2, 1, 2, 2, 4, 2)
     q, k, v, write, bias = inputs(shape, device).values()
-    state = SlotState(*slots(1, shape, device)[:2], torch.randn(1, 1, 4, dtype=q.dtype, device=device))
+    state = SlotState(*slots(1, shape, device)[:2], torch.randn(1, 4, dtype=q.dtype, device=device))
     leaves = [x.requires_grad_() for x in (q, k, v, bias, *state)]
 
     def flat(q, k, v, bias, *state):
@@ -178,8 +181,9 @@ def test_a_later_token_changes_no_bit_before_it_and_nor_does_its_absence(device)
 
 
 @pytest.mark.parametrize("size", [1, 3, 64, 65])
-def test_pieces_with_a_state_equal_the_whole_in_gradients_too(size, device):
-    shape = (1, 150, 4, 2, 4, 4, 20, 2)
+@pytest.mark.parametrize("num_slots", [20, (7, 30)], ids=["even", "uneven"])
+def test_pieces_with_a_state_equal_the_whole_in_gradients_too(num_slots, size, device):
+    shape = (1, 150, 4, 2, 4, 4, num_slots, 2)
     tensors = inputs(shape, device)
 
     def in_pieces(q, k, v, write, bias, *, state, num_slots):
@@ -189,30 +193,44 @@ def test_pieces_with_a_state_equal_the_whole_in_gradients_too(size, device):
             out.append(o)
         return torch.cat(out, 1), state
 
-    gold, ours = (everything(op, tensors, num_slots=20) for op in (slot_attention, in_pieces))
+    gold, ours = (everything(op, tensors, num_slots=num_slots) for op in (slot_attention, in_pieces))
     assert_all_as_good_as(ours, gold, gold, torch.float64)
 
 
+@pytest.mark.parametrize("num_slots", [10, (4, 13)], ids=["even", "uneven"])
 @pytest.mark.parametrize("with_state", [False, True], ids=["from empty slots", "from slots given in"])
-def test_packed_documents_equal_separate_calls(with_state, device):
+def test_packed_documents_equal_separate_calls(with_state, num_slots, device):
     lengths = [0, 1, 80, 0, 1, 64, 129, 0]
-    shape = (1, sum(lengths), 4, 2, 4, 4, 10, 2)
+    shape = (1, sum(lengths), 4, 2, 4, 4, num_slots, 2)
     tensors = inputs(shape, device)
     state = slots(len(lengths), shape, device) if with_state else None
     cu = torch.tensor([0, *lengths], device=device).cumsum(0)
-    o, end = slot_attention(**tensors, num_slots=10, state=state, cu_seqlens=cu)
+    o, end = slot_attention(**tensors, num_slots=num_slots, state=state, cu_seqlens=cu)
     for n, parts in enumerate(zip(*(x.split(lengths, 1) for x in (*tensors.values(), o)))):
         own = None if state is None else SlotState(*(s[n : n + 1] for s in state))
-        alone, gold = slot_attention(*parts[:5], num_slots=10, state=own)
+        alone, gold = slot_attention(*parts[:5], num_slots=num_slots, state=own)
         assert torch.equal(parts[5], alone) or lengths[n] == 1
         assert_as_good_as(f"o of document {n}", parts[5], alone, alone)
         for ours, theirs in zip(end, gold):
             assert torch.equal(ours[n : n + 1], theirs)
     gold, ours = (
-        everything(op, tensors, state=state, num_slots=10, cu_seqlens=cu)
+        everything(op, tensors, state=state, num_slots=num_slots, cu_seqlens=cu)
         for op in (slot_attention_reference, slot_attention)
     )
     assert_all_as_good_as(ours, gold, gold, torch.float64)
+
+
+@pytest.mark.parametrize("T", [1, 70])
+@pytest.mark.parametrize("backend", ["torch", "triton"])
+def test_who_wants_no_state_gets_none_and_the_same_output_and_gradients(backend, T, device):
+    tensors = in_dtype(inputs((2, T, 4, 2, 8, 8, (16, 5), 1), device), torch.float32)
+    leaves = [tensors[n].requires_grad_() for n in ("q", "k", "v", "bias")]
+    found = []
+    for keep_state in (True, False):
+        o, state = slot_attention(**tensors, num_slots=(16, 5), keep_state=keep_state, backend=backend)
+        assert (state is not None) == keep_state
+        found.append([o, *torch.autograd.grad(o.sin().sum(), leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 @pytest.mark.parametrize("op", [slot_attention, slot_attention_reference])
@@ -253,6 +271,11 @@ BAD = {
     "three writes a token": (lambda x: x | {"write": x["write"].repeat(1, 1, 1, 2)}, "4 slots a token"),
     "biases of other heads": (lambda x: x | {"bias": x["bias"][:, :, :1]}, "bias is"),
 }
+
+
+def test_a_number_of_slots_for_another_number_of_heads_is_named(device):
+    with pytest.raises(ValueError, match="of 3 heads, and k has 2"):
+        slot_attention(**inputs(SHAPES["plain"], device), num_slots=(16, 16, 16))
 
 
 @pytest.mark.parametrize(("spoil", "named"), BAD.values(), ids=BAD)

@@ -6,20 +6,31 @@ import torch
 from test_onehot import everything, in_dtype, inputs, slots
 from tolerance import assert_all_as_good_as
 from unsoftmax.kernels.gsa.onehot import slot_attention
-from unsoftmax.kernels.gsa.onehot_reference import slot_attention_reference
-from unsoftmax.kernels.gsa.triton_onehot import blocks_for, forward_op, slot_attention_triton, tile_table
+from unsoftmax.kernels.gsa.onehot_reference import slot_attention_reference, slots_of
+from unsoftmax.kernels.gsa.triton_onehot import (
+    _Slots,
+    blocks_for,
+    forward_op,
+    slot_attention_triton,
+    tile_table,
+)
 
 SHAPES = {  # B, T, HQ, H, D, E, M, W
     "grouped heads": (2, 70, 4, 2, 16, 16, 16, 2),
     "odd sizes, one write a token": (1, 66, 3, 1, 5, 20, 7, 1),
     "more slots than a chunk has tokens": (1, 130, 2, 1, 16, 16, 70, 2),
+    "a number of slots for each head": (2, 70, 6, 3, 8, 8, (5, 70, 20), 2),
+    "few slots, a number for each head": (1, 130, 4, 2, 8, 8, (7, 12), 1),
     "a token": (2, 1, 4, 2, 8, 8, 5, 2),
+    "a token, a number of slots for each head": (2, 1, 4, 2, 8, 8, (5, 20), 2),
 }
 WIDE = {  # on a GPU
     "head size 64, groups of 3": (2, 300, 9, 3, 64, 64, 64, 2),
     "head size 128": (1, 500, 8, 2, 128, 128, 64, 2),
     "head size 256": (1, 200, 2, 2, 256, 256, 48, 1),
     "256 slots": (1, 600, 2, 1, 64, 64, 256, 2),
+    "28, 384 and 64 slots": (2, 700, 9, 3, 64, 64, (28, 384, 64), 1),
+    "28 to 384 slots, head size 128": (1, 500, 16, 4, 128, 128, (28, 384, 64, 100), 2),
 }
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 
@@ -32,8 +43,8 @@ def with_blocks(blocks):
     """The kernels cut as given."""
 
     def op(q, k, v, write, bias=None, *, num_slots, state=None, cu_seqlens=None):
-        scale = q.shape[-1] ** -0.5
-        return slot_attention_triton(q, k, v, write, bias, num_slots, scale, state, cu_seqlens, blocks)
+        scale, sizes = q.shape[-1] ** -0.5, slots_of(num_slots, k.shape[2])
+        return slot_attention_triton(q, k, v, write, bias, sizes, scale, state, cu_seqlens, True, blocks)
 
     return op
 
@@ -61,7 +72,9 @@ def test_output_slots_and_gradients_equal_the_definition(shape, device):
     compare(shape, device)
 
 
-@pytest.mark.parametrize("name", ["grouped heads", "odd sizes, one write a token"])
+@pytest.mark.parametrize(
+    "name", ["grouped heads", "odd sizes, one write a token", "a number of slots for each head"]
+)
 def test_the_sizes_of_16_bits_equal_the_definition(name, device):
     shape = SHAPES[name]
     B, T, HQ, H, D, E, M, W = shape
@@ -72,15 +85,17 @@ def test_the_sizes_of_16_bits_equal_the_definition(name, device):
 
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no biases", "biases"])
-def test_slots_given_in_equal_the_definition_with_their_gradients(bias, device):
-    shape = SHAPES["grouped heads"]
+@pytest.mark.parametrize("name", ["grouped heads", "a number of slots for each head"])
+def test_slots_given_in_equal_the_definition_with_their_gradients(name, bias, device):
+    shape = SHAPES[name]
     compare(shape, device, bias=bias, state=slots(2, shape, device))
 
 
+@pytest.mark.parametrize("heads", [(2, 1, 10), (4, 2, (10, 18))], ids=["even", "uneven"])
 @pytest.mark.parametrize("with_state", [False, True], ids=["from empty slots", "from slots given in"])
-def test_packed_documents_equal_the_definition(with_state, device):
+def test_packed_documents_equal_the_definition(with_state, heads, device):
     lengths = [0, 1, 65, 0, 64, 3, 0]
-    shape = (1, sum(lengths), 2, 1, 8, 8, 10, 2)
+    shape = (1, sum(lengths), *heads[:2], 8, 8, heads[2], 2)
     cu = torch.tensor([0, *lengths], device=device).cumsum(0)
     compare(shape, device, state=slots(len(lengths), shape, device) if with_state else None, cu=cu)
 
@@ -96,15 +111,17 @@ def test_a_write_of_weight_zero_empties_its_slot(device):
     assert_all_as_good_as(ours, plain, gold, torch.float32)
 
 
-def test_a_later_token_changes_no_bit_before_it_and_nor_does_its_absence(device):
-    tensors = in_dtype(inputs((1, 140, 2, 1, 8, 8, 10, 2), device), torch.float32)
-    before = triton_op(**tensors, num_slots=10)[0]
+@pytest.mark.parametrize("heads", [(2, 1, 10), (4, 2, (10, 18))], ids=["even", "uneven"])
+def test_a_later_token_changes_no_bit_before_it_and_nor_does_its_absence(heads, device):
+    num_slots = heads[2]
+    tensors = in_dtype(inputs((1, 140, *heads[:2], 8, 8, num_slots, 2), device), torch.float32)
+    before = triton_op(**tensors, num_slots=num_slots)[0]
     other = {n: x.clone() for n, x in tensors.items()}
     for n, x in other.items():
         x[:, 90:] = x[:, 90:].flip(1) if n == "write" else 3 * x[:, 90:]
-    assert torch.equal(triton_op(**other, num_slots=10)[0][:, :90], before[:, :90])
+    assert torch.equal(triton_op(**other, num_slots=num_slots)[0][:, :90], before[:, :90])
     fewer = {n: x[:, :90] for n, x in tensors.items()}
-    assert torch.equal(triton_op(**fewer, num_slots=10)[0], before[:, :90])
+    assert torch.equal(triton_op(**fewer, num_slots=num_slots)[0], before[:, :90])
 
 
 def test_the_buffer_may_be_as_narrow_as_the_operands(device):
@@ -133,18 +150,32 @@ def test_tiles_begin_with_each_document():
     assert table.tolist() == [[0, 64, 0, 1], [64, 1, 0, 1], [65, 1, 2, 2]]
 
 
-def test_a_graph_of_the_operator_has_no_break(device):
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_graph_of_the_operator_has_no_break(keep, device):
     torch.library.opcheck(
         forward_op,
-        graph_arguments(device),
+        graph_arguments(device, keep),
         test_utils=("test_schema", "test_faketensor", "test_autograd_registration"),
     )
 
 
-def graph_arguments(device: torch.device) -> tuple:
-    q, k, v, write, bias = in_dtype(inputs((1, 20, 2, 1, 8, 8, 10, 2), device), torch.float32).values()
-    blocks = list(blocks_for(8, 8, 2, torch.float32))
-    return (*(x.requires_grad_() for x in (q, k, v)), write, bias, *[None] * 4, 1, 10, 0.3, blocks)
+def graph_arguments(device: torch.device, keep: bool) -> tuple:
+    tensors = in_dtype(inputs((1, 20, 4, 2, 8, 8, (10, 3), 2), device), torch.float32)
+    q, k, v, write, bias = tensors.values()
+    blocks, heads = list(blocks_for(8, 8, 2, torch.float32)), torch.tensor([[10, 0], [3, 10]], device=device)
+    leaves = (x.requires_grad_() for x in (q, k, v))
+    return *leaves, write, bias, *[None] * 4, heads.int(), 1, 10, 13, 0.3, keep, blocks
+
+
+def test_the_operator_gives_what_eager_mode_gives(device):
+    *inputs, keep, blocks = graph_arguments(device, True)
+    leaves, found = inputs[:3], []
+    for run in (forward_op, _Slots.apply):
+        o, *ends = run(*inputs, keep, blocks)
+        ends = ends[1:4] if run is forward_op else ends
+        loss = o.sin().sum() + ends[0].cos().sum()
+        found.append([o, *ends, *torch.autograd.grad(loss, leaves)])
+    assert all(torch.equal(a, b) for a, b in zip(*found))
 
 
 @pytest.mark.gpu

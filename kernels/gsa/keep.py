@@ -21,88 +21,98 @@ from typing import NamedTuple
 
 import torch
 
+from unsoftmax.kernels.gsa.onehot_reference import slot_table
+
 NEVER = -1  # born of an empty slot
 
 
 class Keep(NamedTuple):
-    """The token in each slot, [B, H, M]: its index in the document (int64, NEVER where empty) and its
-    importance (float32)."""
+    """The token in each slot, all of a head and then the next one's [B, S]: its index in the document (int64,
+    NEVER where empty) and its importance (float32)."""
 
     born: torch.Tensor
     importance: torch.Tensor
 
 
 def ring_slots(
-    index: torch.Tensor, counts: torch.Tensor, slots: tuple[int, ...], sinks: int, real: torch.Tensor | None
-) -> tuple[torch.Tensor, Keep]:
+    index: torch.Tensor,
+    counts: torch.Tensor | None,
+    slots: tuple[int, ...],
+    sinks: int,
+    real: torch.Tensor | None,
+) -> tuple[torch.Tensor, Keep | None]:
     """choose_slots with recent = M - sinks, all tokens at once.
 
-    index [B, T]; counts [N]: seen after the last, by row or document. Returns as choose_slots.
+    index [B, T]: of each token in its document; counts [N]: seen after the last, by row or document; None if
+    nobody wants the state. Returns as choose_slots.
     """
-    size = torch.tensor(slots, device=index.device)
+    size = slot_table(slots, index.device)[:, 0]
     i = index.unsqueeze(-1)
     write = torch.where(i < size, i, sinks + (i - sinks) % (size - sinks))
     write = write if real is None else torch.where(real.unsqueeze(-1), write, -1)
-    slot = torch.arange(max(slots), device=index.device)
-    last = counts.view(-1, 1, 1) - 1
-    born = last - (last - slot) % (size - sinks).unsqueeze(-1)
+    if counts is None:
+        return write, None
+    slot = torch.cat([torch.arange(n, device=index.device) for n in slots])
+    size = size.repeat_interleave(size, output_size=sum(slots))
+    last = counts.view(-1, 1) - 1
+    born = last - (last - slot) % (size - sinks)
     born = torch.where(slot < sinks, slot, born)
-    held = (slot <= last) & (slot < size.unsqueeze(-1))
-    born = torch.where(held, born, NEVER)
+    born = torch.where(slot <= last, born, NEVER)
     return write, Keep(born, torch.zeros(born.shape, device=index.device))
 
 
 def choose_slots(
     importance: torch.Tensor,
     decay: torch.Tensor,
-    index: torch.Tensor,
     slots: tuple[int, ...],
     *,
     sinks: int,
     recent: int,
     real: torch.Tensor | None = None,
+    seen: torch.Tensor | None = None,
     state: Keep | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    keep_state: bool = True,
     backend: str | None = None,
-) -> tuple[torch.Tensor, Keep]:
+) -> tuple[torch.Tensor, Keep | None]:
     """The slot that each token overwrites.
 
     Args:
         importance: [B, T, H] float32.
         decay: [H] float32, loss of worth for each doubling of a token's age.
-        index: [B, T] integers, of each token in its document; padding may hold anything.
-        slots: M of each of the H heads; the tensors of the state have the largest of them.
+        slots: M of each of the H heads.
         sinks: first tokens that are never overwritten, fewer than any of `slots`.
         recent: latest tokens that are never overwritten; a head of fewer slots keeps as many as it can.
         real: [B, T] bool, False at padding, which takes no slot; None: every token is real.
+        seen: [B] int64, real tokens of each row before these; None: none.
         state: before the first token; None starts empty. Not changed.
-        cu_seqlens: [N + 1] int64, documents packed in one row (B = 1); excludes real and state.
+        cu_seqlens: [N + 1] int64, documents packed in one row (B = 1); excludes real, seen and state.
+        keep_state: False if nobody wants the state after the last token.
         backend: "triton" or "torch"; None chooses Triton on CUDA.
 
     Returns:
-        [B, T, H] int64, -1 at padding, and the state after the last token, of B rows or N documents.
+        [B, T, H] int64, -1 at padding, and the state after the last token, of B rows or N documents, or None
+        unless keep_state.
     """
-    B, T, H = importance.shape
-    device, M = importance.device, max(slots)
     importance, decay = importance.detach().float(), decay.detach().float()
-    sizes = torch.tensor(slots, device=device)
-    rows = B if cu_seqlens is None else len(cu_seqlens) - 1
-    if state is None:
-        empty = torch.full((rows, H, M), NEVER, dtype=torch.int64, device=device)
-        state = Keep(empty, torch.zeros(rows, H, M, device=device))
     if backend == "triton" or (backend is None and importance.is_cuda and _has_triton()):
         from unsoftmax.kernels.gsa.triton_keep import choose_slots_triton
 
-        return choose_slots_triton(importance, decay, index, sizes, sinks, recent, real, state, cu_seqlens)
+        rule = slots, sinks, recent
+        return choose_slots_triton(importance, decay, *rule, real, seen, state, cu_seqlens, keep_state)
+    (B, T, H), device = importance.shape, importance.device
+    rows = B if cu_seqlens is None else len(cu_seqlens) - 1
+    if state is None:
+        born = torch.full((rows, sum(slots)), NEVER, dtype=torch.int64, device=device)
+        state = Keep(born, torch.zeros(born.shape, device=device))
     if cu_seqlens is None:
-        write, state = _choose(importance, decay, index, sizes, sinks, recent, real, state)
-        return write, state
-    place, inside = _beside(cu_seqlens, T)
-    args = (importance[0][place], decay, index[0][place], sizes, sinks, recent, inside)
-    write, state = _choose(*args, state)
-    packed = torch.empty(T, H, dtype=torch.int64, device=device)
-    packed[place[inside]] = write[inside]
-    return packed.unsqueeze(0), state
+        write, after = _choose(importance, decay, slots, sinks, recent, real, seen, state)
+    else:
+        place, inside = _beside(cu_seqlens, T)
+        chosen, after = _choose(importance[0][place], decay, slots, sinks, recent, inside, None, state)
+        write = torch.empty(1, T, H, dtype=torch.int64, device=device)
+        write[0, place[inside]] = chosen[inside]
+    return write, after if keep_state else None
 
 
 @functools.cache
@@ -118,11 +128,13 @@ def _beside(cu_seqlens: torch.Tensor, T: int) -> tuple[torch.Tensor, torch.Tenso
 
 
 @torch.no_grad()
-def _choose(importance, decay, index, sizes, sinks, recent, real, state: Keep) -> tuple[torch.Tensor, Keep]:
+def _choose(importance, decay, slots, sinks, recent, real, seen, state: Keep) -> tuple[torch.Tensor, Keep]:
     """choose_slots for rows [N, T, H], one token after another, all heads of all rows at once."""
     N, T, H = importance.shape
-    born, worth = state.born.clone(), state.importance.clone()
-    slot = torch.arange(born.shape[-1], device=importance.device)
+    ones = torch.ones(N, T, dtype=torch.int64, device=importance.device) if real is None else real.long()
+    index = ones.cumsum(1) - 1 if seen is None else ones.cumsum(1) - 1 + seen.unsqueeze(1)
+    born, worth = (_side_by_side(x, slots) for x in state)
+    sizes, slot = (torch.tensor(x, device=importance.device) for x in (slots, range(max(slots))))
     fixed = (slot < sinks) | (slot >= sizes.unsqueeze(-1))  # [H, M]
     worth = worth.masked_fill(fixed, torch.inf)  # a candidate never
     latest = (sizes - sinks).clamp_max(recent).view(1, H, 1)
@@ -146,4 +158,11 @@ def _choose(importance, decay, index, sizes, sinks, recent, real, state: Keep) -
         born.scatter_(-1, taken, torch.where(here, i, born.gather(-1, taken)))
         worth.scatter_(-1, taken, torch.where(here, now, worth.gather(-1, taken)))
     chosen = torch.cat(write, -1).transpose(1, 2) if write else born.new_zeros(N, 0, H)
-    return chosen, Keep(born, worth.masked_fill(fixed, 0.0))
+    after = (born, worth.masked_fill(fixed, 0.0))
+    return chosen, Keep(*(torch.cat([x[:, h, :n] for h, n in enumerate(slots)], 1) for x in after))
+
+
+def _side_by_side(x: torch.Tensor, slots: tuple[int, ...]) -> torch.Tensor:
+    """[N, S] as a new [N, H, M], with zeros where a head has no such slot."""
+    heads = x.split(list(slots), 1)
+    return torch.stack([torch.nn.functional.pad(s, (0, max(slots) - s.shape[1])) for s in heads], 1)

@@ -13,7 +13,7 @@ paper   SiLU on q, k, v; no rotary positions; scale 1; log_gate = logsigmoid(f_p
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -171,7 +171,7 @@ class GatedSlotAttention(Mixer):
             o, new = self._paper(x, mask, cu_seqlens, state)
         else:
             assert state is None or isinstance(state, RingState)
-            o, new = self._ring(x, rotary, mask, cu_seqlens, state)
+            o, new = self._ring(x, rotary, mask, cu_seqlens, state, keep_state)
         return self.o_proj(o).to(x.dtype), new if keep_state else None
 
     def _paper(self, x, mask, cu_seqlens, state: GSAState | None) -> tuple[torch.Tensor, GSAState]:
@@ -181,55 +181,28 @@ class GatedSlotAttention(Mixer):
         wide, weight = F.silu(o.flatten(2).to(_wide(x))), self.g_norm.weight
         return F.rms_norm(wide, weight.shape, weight.to(wide.dtype), NORM_EPS).to(o.dtype), state
 
-    def _ring(self, x, rotary, mask, cu_seqlens, state: RingState | None) -> tuple[torch.Tensor, RingState]:
+    def _ring(
+        self, x, rotary, mask, cu_seqlens, state: RingState | None, keep_state: bool
+    ) -> tuple[torch.Tensor, RingState | None]:
         q, k, v = self.project(x, rotary)
-        write, keep = self.writes(x, mask, cu_seqlens, state)
-        o, K, V = self._read(q, k, v, write, cu_seqlens, state)
-        flat = [torch.cat([t[:, h, :n] for h, n in enumerate(self.slots)], 1) for t in keep]
-        now = self._seen(x, mask, cu_seqlens, state)
-        return o.flatten(2), RingState(K, V, *flat, now)
-
-    def _read(self, q, k, v, write, cu_seqlens, state: RingState | None) -> tuple[torch.Tensor, ...]:
-        """Attention over the slots: heads of as many slots together. o, and k and v of the slots."""
-        slots, H, ends = self.slots, self.shape.num_kv_heads, {}
-        parts: list[tuple[list[int], torch.Tensor]] = []
-        for n in sorted(set(slots)):
-            heads = [h for h in range(H) if slots[h] == n]
-            every = len(heads) == H
-            pick = torch.tensor(heads, device=q.device)
-
-            def own(t, pick=pick, every=every):
-                return t if every else t.index_select(2, pick)
-
-            old = None
-            if state is not None:
-                rows = [self._slice(t, heads) for t in (state.k, state.v, state.born)]
-                old = SlotState(rows[0], rows[1], torch.where(rows[2] < 0, -torch.inf, 0.0))
-            queries = q if every else q.unflatten(2, (H, -1)).index_select(2, pick).flatten(2, 3)
-            o, new = slot_attention(
-                queries,
-                own(k),
-                own(v),
-                own(write).unsqueeze(-1),
-                num_slots=n,
-                scale=self.scale,
-                state=old,
-                cu_seqlens=cu_seqlens,
-            )
-            parts.append((heads, o.unflatten(2, (len(heads), -1))))
-            ends |= {h: (new.k[:, at], new.v[:, at]) for at, h in enumerate(heads)}
-        if len(parts) == 1:
-            o = parts[0][1]
-        else:
-            back = torch.tensor([h for heads, _ in parts for h in heads], device=q.device).argsort()
-            o = torch.cat([o for _, o in parts], 2).index_select(2, back)
-        K, V = (torch.cat([ends[h][i] for h in range(H)], 1) for i in (0, 1))
-        return o.flatten(2, 3), K, V
-
-    def _slice(self, t: torch.Tensor, heads: Sequence[int]) -> torch.Tensor:
-        """Some heads' slots, all as many, of a state's tensor: [B, heads, M, ...]."""
-        cut = t.split(list(self.slots), 1)
-        return torch.stack([cut[h] for h in heads], 1)
+        write, keep = self.writes(x, mask, cu_seqlens, state, keep_state=keep_state)
+        old = None
+        if state is not None:
+            old = SlotState(state.k, state.v, torch.where(state.born < 0, -torch.inf, 0.0))
+        o, new = slot_attention(
+            q,
+            k,
+            v,
+            write.unsqueeze(-1),
+            num_slots=self.slots,
+            scale=self.scale,
+            state=old,
+            cu_seqlens=cu_seqlens,
+            keep_state=keep_state,
+        )
+        if new is None or keep is None:
+            return o.flatten(2), None
+        return o.flatten(2), RingState(new.k, new.v, *keep, self._seen(x, mask, cu_seqlens, state))
 
     def soft_gates(self, x: torch.Tensor, mask: torch.Tensor | None = None) -> torch.Tensor:
         """log_gate [B, T, H, M] of the paper start; the sigmoid in float32, for half-lives over 300."""
@@ -246,45 +219,48 @@ class GatedSlotAttention(Mixer):
         cu_seqlens: torch.Tensor | None = None,
         state: RingState | None = None,
         slots: tuple[int, ...] | None = None,
-    ) -> tuple[torch.Tensor, Keep]:
+        keep_state: bool = True,
+    ) -> tuple[torch.Tensor, Keep | None]:
         """The slot each token of x overwrites, [B, T, H] int64 (-1: none), and what then is in the slots.
 
         cu_seqlens: int64.
         slots: other numbers of slots than the layer's own, the heads repeated to match: head h of the result
-            is head h mod H of the layer.
+            is head h mod H of the layer. Excludes state.
+        keep_state: False if nobody wants what then is in the slots.
         """
         opt, (B, T, _), slots = self.options, x.shape, slots or self.slots
-        repeats = len(slots) // self.shape.num_kv_heads
-        index = token_index(mask, cu_seqlens, None if state is None else state.seen, (B, T), x.device)
-        index, real = index.expand(B, T), None if mask is None else mask.bool()
+        real, seen = None if mask is None else mask.bool(), None if state is None else state.seen
         if opt.recent is None:
-            return ring_slots(index, self._seen(x, mask, cu_seqlens, state), slots, opt.sinks, real)
-        old = None
-        if state is not None:
-            pads = ((state.born, -1), (state.importance, 0.0))
-            own = [(t.split(list(self.slots), 1), fill) for t, fill in pads]
-            wide = max(slots)
-            old = Keep(
-                *(torch.stack([F.pad(s, (0, wide - s.shape[1]), value=f) for s in t], 1) for t, f in own)
-            )
+            index = token_index(mask, cu_seqlens, seen, (B, T), x.device).expand(B, T)
+            counts = self._seen(x, mask, cu_seqlens, state) if keep_state else None
+            return ring_slots(index, counts, slots, opt.sinks, real)
+        importance, decay = self.importance(x), self.importance.decay
+        repeats = len(slots) // self.shape.num_kv_heads
+        if repeats > 1:
+            importance, decay = importance.repeat(1, 1, repeats), decay.repeat(repeats)
         return choose_slots(
-            self.importance(x).repeat(1, 1, repeats),
-            self.importance.decay.repeat(repeats),
-            index,
+            importance,
+            decay,
             slots,
             sinks=opt.sinks,
             recent=opt.recent,
             real=real,
-            state=old,
+            seen=seen,
+            state=None if state is None else Keep(state.born, state.importance),
             cu_seqlens=cu_seqlens,
+            keep_state=keep_state,
         )
 
     def _seen(self, x, mask, cu_seqlens, state: RingState | None) -> torch.Tensor:
         """Real tokens so far of each row or document [N] int64."""
         if cu_seqlens is not None:
             return cu_seqlens.diff().long()
-        here = torch.full((len(x),), x.shape[1], device=x.device) if mask is None else mask.long().sum(1)
-        return here if state is None else here + state.seen
+        if mask is not None:
+            here = mask.long().sum(1)
+            return here if state is None else state.seen + here
+        if state is not None:
+            return state.seen + x.shape[1]
+        return torch.full((len(x),), x.shape[1], device=x.device)
 
     @torch.no_grad()
     def fit(self, batches: Iterable[tuple[torch.Tensor, Rotary]]) -> dict[str, float]:

@@ -13,12 +13,13 @@ over the chunks of each slot's last write; keys and values are read where they l
 
 import functools
 import importlib.util
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from unsoftmax.kernels.gsa.onehot_reference import SlotState
+from unsoftmax.kernels.gsa.onehot_reference import SlotState, slots_of
 from unsoftmax.kernels.mixer import packed
 
 CHUNK = 64
@@ -32,12 +33,13 @@ def slot_attention(
     write: torch.Tensor,
     bias: torch.Tensor | None = None,
     *,
-    num_slots: int,
+    num_slots: int | Sequence[int],
     scale: float | None = None,
     state: SlotState | None = None,
     cu_seqlens: torch.Tensor | None = None,
+    keep_state: bool = True,
     backend: str | None = None,
-) -> tuple[torch.Tensor, SlotState]:
+) -> tuple[torch.Tensor, SlotState | None]:
     """Attention over slots that each token may overwrite; see onehot_reference.py for the equations.
 
     Args:
@@ -46,21 +48,23 @@ def slot_attention(
         write: [B, T, H, W] integers, W = 1 or 2: the slots a token overwrites, before it reads; -1: none.
         bias: [B, T, H, W] float32, log of the weight of each copy in every read; None: 0. -inf: the slot is
             empty from then on.
-        num_slots: M; writes are below it.
+        num_slots: M of every head, or of each; a head's writes are below its own.
         scale: of q k; None means D ** -0.5.
         state: the slots before the first token; None starts empty. Not changed.
         cu_seqlens: [N + 1], documents packed in one row (B = 1); `state` is then one for each document.
+        keep_state: False if nobody wants the slots after the last token.
         backend: "triton" or "torch"; None chooses Triton on CUDA, for dtypes and head sizes it has.
 
     Returns:
         o [B, T, HQ, E] in v's dtype, 0 where every slot is empty, and the slots after the last token, N = B
-        or documents, in the dtypes of k and v. Sums are float32, or float64 if q is. Gradients reach q, k,
-        v, bias and state.
+        or documents, in the dtypes of k and v, or None unless keep_state. Sums are float32, or float64 if q
+        is. Gradients reach q, k, v, bias and state.
 
     Raises:
         ValueError: shapes or cu_seqlens that do not fit.
     """
-    _check(q, k, v, write, bias, num_slots, cu_seqlens)
+    sizes = slots_of(num_slots, k.shape[2])
+    _check(q, k, v, write, bias, sizes, cu_seqlens)
     if cu_seqlens is not None:
         cu_seqlens = packed(cu_seqlens, q.shape[1], q.device)
     if backend not in (None, "torch", "triton"):
@@ -69,11 +73,13 @@ def slot_attention(
     if backend == "triton" or (backend is None and _suits_triton(q, k, v)):
         from unsoftmax.kernels.gsa.triton_onehot import slot_attention_triton
 
-        return slot_attention_triton(q, k, v, write, bias, num_slots, factor, state, cu_seqlens)
+        return slot_attention_triton(q, k, v, write, bias, sizes, factor, state, cu_seqlens, keep_state)
     with torch.autocast(q.device.type, enabled=False):
-        if q.shape[1] == 1 and cu_seqlens is None:
-            return _step(q, k, v, write, bias, num_slots, factor, state)
-        return _chunks(q, k, v, write, bias, num_slots, factor, state, cu_seqlens)
+        if len(set(sizes)) > 1:
+            o, state = _by_size(q, k, v, write, bias, sizes, factor, state, cu_seqlens)
+        else:
+            o, state = _even(q, k, v, write, bias, sizes[0], factor, state, cu_seqlens)
+    return o, state if keep_state else None
 
 
 def _suits_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
@@ -85,6 +91,32 @@ def _suits_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
+
+
+def _even(q, k, v, write, bias, M, factor, state, cu_seqlens) -> tuple[torch.Tensor, SlotState]:
+    if q.shape[1] == 1 and cu_seqlens is None:
+        return _step(q, k, v, write, bias, M, factor, state)
+    return _chunks(q, k, v, write, bias, M, factor, state, cu_seqlens)
+
+
+def _by_size(q, k, v, write, bias, sizes, factor, state, cu_seqlens) -> tuple[torch.Tensor, SlotState]:
+    """Heads of as many slots together, so that each pays for its own alone."""
+    G, ends, parts, order = q.shape[2] // len(sizes), {}, [], []
+    for n in sorted(set(sizes)):
+        heads = [h for h, size in enumerate(sizes) if size == n]
+        old = None
+        if state is not None:
+            mine = [[x.split(list(sizes), 1)[h] for h in heads] for x in state]
+            old = SlotState(*(torch.cat(x, 1) for x in mine))
+        queries = q.unflatten(2, (-1, G))[:, :, heads].flatten(2, 3)
+        tokens = (None if x is None else x[:, :, heads] for x in (k, v, write, bias))
+        o, new = _even(queries, *tokens, n, factor, old, cu_seqlens)
+        parts.append(o.unflatten(2, (-1, G)))
+        order += heads
+        ends |= {h: [x[:, i * n : (i + 1) * n] for x in new] for i, h in enumerate(heads)}
+    back = sorted(range(len(order)), key=order.__getitem__)
+    o = torch.cat(parts, 2)[:, :, back].flatten(2, 3)
+    return o, SlotState(*(torch.cat([ends[h][i] for h in range(len(sizes))], 1) for i in range(3)))
 
 
 class _Plan(NamedTuple):
@@ -124,9 +156,9 @@ def _chunks(q, k, v, write, bias, M, factor, state, cu_seqlens) -> tuple[torch.T
     empty = (plan.last_copy < 0).unsqueeze(-1)
     if not len(rows_k):  # no token, no state: nothing to point at
         rows_k, rows_v = rows_k.new_zeros(1, D), rows_v.new_zeros(1, E)
-    K, V = (x[plan.last_key].masked_fill(empty, 0.0) for x in (rows_k, rows_v))
+    K, V = (x[plan.last_key].masked_fill(empty, 0.0).flatten(1, 2) for x in (rows_k, rows_v))
     kept = torch.promote_types(rows_b.dtype, torch.float32)
-    return o.view(B, T, HQ, E).to(v.dtype), SlotState(K, V, copies[plan.last_copy].to(kept))
+    return o.view(B, T, HQ, E).to(v.dtype), SlotState(K, V, copies[plan.last_copy].to(kept).flatten(1, 2))
 
 
 @torch.no_grad()
@@ -285,8 +317,11 @@ def _step(q, k, v, write, bias, M, factor, state) -> tuple[torch.Tensor, SlotSta
     (B, _, HQ, D), (H, E) = q.shape, v.shape[2:]
     dtype = torch.promote_types(q.dtype, torch.float32)
     if state is None:
-        state = SlotState(k.new_zeros(B, H, M, D), v.new_zeros(B, H, M, E), q.new_full((B, H, M), -torch.inf))
-    K, V, b = state.k.to(k.dtype), state.v.to(v.dtype), state.bias.to(dtype)
+        state = SlotState(
+            k.new_zeros(B, H * M, D), v.new_zeros(B, H * M, E), q.new_full((B, H * M), -torch.inf)
+        )
+    types = k.dtype, v.dtype, dtype
+    K, V, b = (x.to(kind).unflatten(1, (H, M)) for x, kind in zip(state, types))
     slot = torch.arange(M, device=q.device)
     hits = [write[:, 0, :, w, None] == slot for w in range(write.shape[-1])]  # each [B, H, M]
     for w, hit in enumerate(hits):
@@ -296,10 +331,10 @@ def _step(q, k, v, write, bias, M, factor, state) -> tuple[torch.Tensor, SlotSta
     some = (b > -torch.inf).any(-1)[..., None, None]
     S = (factor * q.to(dtype).view(B, H, HQ // H, D)) @ K.to(dtype).mT + b.unsqueeze(2)
     o = torch.where(some, S, 0.0).softmax(-1) * some @ V.to(dtype)
-    return o.view(B, 1, HQ, E).to(v.dtype), SlotState(K, V, b)
+    return o.view(B, 1, HQ, E).to(v.dtype), SlotState(*(x.flatten(1, 2) for x in (K, V, b)))
 
 
-def _check(q, k, v, write, bias, num_slots, cu_seqlens) -> None:
+def _check(q, k, v, write, bias, sizes, cu_seqlens) -> None:
     B, T, HQ, D = q.shape
     H, W = k.shape[2], write.shape[-1]
     if HQ % H:
@@ -309,18 +344,19 @@ def _check(q, k, v, write, bias, num_slots, cu_seqlens) -> None:
         )
     if W not in (1, 2):
         raise ValueError(f"slot_attention: write has {W} slots a token; it must be 1 or 2")
-    if num_slots < 1:
-        raise ValueError(f"slot_attention: num_slots is {num_slots}; it must be at least 1, such as 64")
-    want = {
-        "k": (k, (B, T, H, D)),
-        "v": (v, (B, T, H, v.shape[-1])),
-        "write": (write, (B, T, H, W)),
-        "bias": (write if bias is None else bias, (B, T, H, W)),
-    }
-    for name, (x, shape) in want.items():
-        if x.shape != shape:
+    if len(sizes) != H:
+        raise ValueError(
+            f"slot_attention: num_slots is {list(sizes)}, of {len(sizes)} heads, and k has {H}; "
+            f"give one number, or {H}"
+        )
+    if min(sizes) < 1:
+        raise ValueError(f"slot_attention: num_slots is {min(sizes)}; it must be at least 1, such as 64")
+    named = (("k", k, H, D), ("v", v, H, v.shape[-1]), ("write", write, H, W), ("bias", bias, H, W))
+    for name, x, *size in named:
+        if x is not None and x.shape != (B, T, *size):
             raise ValueError(
-                f"slot_attention: {name} is {tuple(x.shape)}; with q {tuple(q.shape)} it must be {shape}"
+                f"slot_attention: {name} is {tuple(x.shape)}; with q {tuple(q.shape)} it must be "
+                f"{(B, T, *size)}"
             )
     if cu_seqlens is not None and B != 1:
         raise ValueError(f"slot_attention: packed documents (cu_seqlens) come in one row, B is {B}")

@@ -11,8 +11,11 @@ L_ij, i = r // G: for an owner its bias while i < until (the first overwrite in 
 of the chunk log(e^b1 + e^b2) while both its copies live (i < lo), the bias of the one that lives longer after
 that (i < hi), then -inf. Kernels take logarithms to base 2.
 
+Heads may have different numbers of slots: S in all, M the most. State and buffers hold one head's after
+another's; a kernel looks up its head's number and where they begin.
+
 An owner's gradient is a sum over all the chunks that it stands before. Each tile leaves its part in a buffer
-[tiles, M, D + E]; one reverse pass over the tiles of a document turns that into
+[slots, D + E] a tile; one reverse pass over the tiles of a document turns that into
 
     after_c = what the chunks after c, and the final slots, ask of those who stand in the slots after c
     after_{c-1}[m] = part_c[m] + after_c[m] (if no token of c overwrites m, else 0)
@@ -32,11 +35,14 @@ sum has one order.
     _step       rows H                    q, k, v, slots            o, slots after one token
 """
 
+import functools
 import itertools
 import re
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 try:
     import triton
@@ -44,12 +50,13 @@ try:
 except ImportError as error:  # a build of torch without GPUs
     raise ImportError("slot_attention: backend 'triton' needs triton; use 'torch'") from error
 
-from unsoftmax.kernels.gsa.onehot_reference import SlotState
+from unsoftmax.kernels.gsa.launch import Compiled, alike
+from unsoftmax.kernels.gsa.onehot_reference import SlotState, slot_table
 
 OPS = re.sub(r"\W", "_", __name__)  # a copy in a checkpoint's folder registers its own
 SCAN = 32  # tiles of one step of the running maximum
 ELEMENTS = 128  # of the buffer, in each program of the reverse pass, a warp
-STEP_WARPS = 4
+STEP_WARPS = 8
 
 
 class Blocks(NamedTuple):
@@ -60,7 +67,7 @@ class Blocks(NamedTuple):
     read_rows: int = 64  # tokens of a program of _read; divides chunk
     read_heads: int = 1  # of the group, one after another in a program; divides G
     read_warps: int = 4
-    read_stages: int = 1
+    read_stages: int = 3
     dq_keys: int = 64  # the same of _dq, and its keys
     dq_rows: int = 64
     dq_heads: int = 1
@@ -68,7 +75,7 @@ class Blocks(NamedTuple):
     dq_stages: int = 1
     dkv_rows: int = 32  # queries, token * G + head, of a step of _dkv
     dkv_warps: int = 4
-    dkv_stages: int = 2
+    dkv_stages: int = 3
     ahead: int = 8  # tiles that the reverse pass loads at once
     wide_parts: int = 1  # 1: the buffer is float32; 0: of the operands' dtype
 
@@ -89,7 +96,14 @@ def fitted(blocks: Blocks, capability: tuple[int, int]) -> Blocks:
     """`blocks` for a chip of that compute capability: but for 9 and 10, 99 KB of shared memory are enough."""
     if capability[0] in (9, 10):
         return blocks
-    return blocks._replace(dq_keys=min(blocks.dq_keys, 32), dq_heads=1)
+    stages = min(blocks.dkv_stages, 2)
+    return blocks._replace(read_stages=1, dq_keys=min(blocks.dq_keys, 32), dq_heads=1, dkv_stages=stages)
+
+
+@functools.cache
+def _shipped(D: int, E: int, G: int, dtype: torch.dtype, device: torch.device) -> Blocks:
+    blocks = blocks_for(D, E, G, dtype)
+    return fitted(blocks, torch.cuda.get_device_capability(device)) if device.type == "cuda" else blocks
 
 
 @triton.jit
@@ -107,13 +121,22 @@ def _tile(table, t, b, T, C: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
+def _slots(heads, h, M, UNEVEN: tl.constexpr):
+    """Slots of head h, and of all heads before it."""
+    if UNEVEN:
+        return tl.load(heads + 2 * h), tl.load(heads + 2 * h + 1)
+    else:  # of another type, which a bare return may not be
+        return M, h * M
+
+
+@triton.jit
 def _lives(
-    write, bias, table, last, until, dies, T, n, M,
+    write, bias, table, heads, last, until, dies, T, n, M, S,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BM: tl.constexpr,
-    BIAS: tl.constexpr, PACKED: tl.constexpr,
+    BIAS: tl.constexpr, PACKED: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid [B H n]. last [B H, n, M]: number in the row (tile C W + ...) of the chunk's last write to a slot,
-    -1 if none; until [B H, n, M]; dies [B H, n, C, W]: C if it holds its slot at the chunk's end, 0 if none.
+    """Grid [B H n]. last [B, S n]: number in the row (tile C W + ...) of the chunk's last write to a slot,
+    -1 if none; until [B, S n]; dies [B H, n, C, W]: C if it holds its slot at the chunk's end, 0 if none.
     """
     pid = tl.program_id(0)
     bh, t = pid // n, pid % n
@@ -124,13 +147,15 @@ def _lives(
     at = base + (order // W) * (H * W) + order % W
     slot = tl.load(write + at, mask=order // W < count, other=-1).to(tl.int32)
     tile = bh.to(tl.int64) * n + t
-    for m0 in range(0, M, BM):
+    size, lead = _slots(heads, h, M, UNEVEN)
+    to = (b.to(tl.int64) * S + lead) * n + t * size
+    for m0 in range(0, size, BM):
         m = m0 + tl.arange(0, BM)
         hit = slot[:, None] == m[None, :]
         latest = tl.max(tl.where(hit, order[:, None], -1), axis=0)
         first = tl.min(tl.where(hit, (order // W)[:, None], C), axis=0)
-        tl.store(last + tile * M + m, tl.where(latest >= 0, t * C * W + latest, -1), mask=m < M)
-        tl.store(until + tile * M + m, first, mask=m < M)
+        tl.store(last + to + m, tl.where(latest >= 0, t * C * W + latest, -1), mask=m < size)
+        tl.store(until + to + m, first, mask=m < size)
     later = order[:, None] > order[None, :]
     other = tl.load(write + at, mask=order // W < count, other=-1).to(tl.int32)
     end = tl.min(tl.where((slot[:, None] == other[None, :]) & later, (order // W)[:, None], C), axis=0)
@@ -149,22 +174,25 @@ def _larger(a, b):
 
 @triton.jit
 def _owners(
-    last, bias, state_bias, table, owner, slot_bias, end_copy, T, n, M,
+    last, bias, state_bias, table, heads, owner, slot_bias, end_copy, T, n, M, S,
     H: tl.constexpr, W: tl.constexpr, C: tl.constexpr, BT: tl.constexpr, BM: tl.constexpr,
-    BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
+    BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
-    """Grid [B H, slots / BM]. owner [B H, n, M]: token W + w of who stands in a slot before tile t, -1 if it
-    is the document's initial slot; slot_bias its bias; end_copy [N, H, M]: owner after a document's end.
+    """Grid [B H, M / BM]. owner [B, S n]: token W + w of who stands in a slot before tile t, -1 if it is the
+    document's initial slot; slot_bias its bias; end_copy [N, S]: owner after a document's end.
     """
     bh = tl.program_id(0)
     b, h = bh // H, bh % H
     m = tl.program_id(1) * BM + tl.arange(0, BM)
-    row = bh.to(tl.int64) * n
+    size, lead = _slots(heads, h, M, UNEVEN)
+    row = (b.to(tl.int64) * S + lead) * n
     carry = tl.full((BM,), -1, tl.int32)
-    for t0 in range(0, n + 1, BT):
+    # a head of fewer slots has nothing to do in the later blocks
+    for t0 in range(0, tl.where(tl.program_id(1) * BM < size, n + 1, 0), BT):
         t = t0 + tl.arange(0, BT)
-        ok = (m < M)[None, :] & (t <= n)[:, None]
-        x = tl.load(last + (row + t - 1)[:, None] * M + m[None, :], mask=ok & (t > 0)[:, None], other=-1)
+        ok = (m < size)[None, :] & (t <= n)[:, None]
+        at = row + ((t - 1) * size)[:, None] + m[None, :]
+        x = tl.load(last + at, mask=ok & (t > 0)[:, None], other=-1)
         run = tl.maximum(tl.associative_scan(x, 0, _larger), carry[None, :])
         carry = tl.max(run, axis=0)
         known = tl.maximum(run, 0)
@@ -185,14 +213,14 @@ def _owners(
         inside = ok & (t < n)[:, None]
         weight = tl.full((BT, BM), float("-inf"), tl.float32)
         if STATE:
-            at = (doc.to(tl.int64) * H + h)[:, None] * M + m[None, :]
+            at = (doc.to(tl.int64) * S + lead)[:, None] + m[None, :]
             weight = tl.load(state_bias + at, mask=inside & (mine == 0), other=float("-inf"))
         if BIAS:
             at = (b.to(tl.int64) * T + copy // W) * (H * W) + h * W + copy % W
             weight = tl.where(mine, tl.load(bias + at, mask=inside & mine, other=0.0), weight)
         else:
             weight = tl.where(mine, 0.0, weight)
-        at = (row + t)[:, None] * M + m[None, :]
+        at = row + (t * size)[:, None] + m[None, :]
         tl.store(owner + at, tl.where(mine, copy, -1), mask=inside)
         tl.store(slot_bias + at, weight, mask=inside)
         if PACKED:
@@ -200,30 +228,30 @@ def _owners(
         else:
             ends = (t == n) & (t > 0)
         left = (run >= (first_before * (C * W))[:, None]) & (run >= 0)
-        at = (doc_before.to(tl.int64) * H + h)[:, None] * M + m[None, :]
+        at = (doc_before.to(tl.int64) * S + lead)[:, None] + m[None, :]
         tl.store(end_copy + at, tl.where(left, copy, -1), mask=ok & ends[:, None])
 
 
 @triton.jit
 def _take(
-    k, v, bias, state_k, state_v, state_bias, end_copy, end_k, end_v, end_bias, T, M,
+    k, v, bias, state_k, state_v, state_bias, heads, end_copy, end_k, end_v, end_bias, T, M, S,
     H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
-    BM: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
+    BM: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """Grid [N H]: the final slots of a document."""
     nh = tl.program_id(0).to(tl.int64)
-    h = nh % H
-    b = nh // H
+    h, doc = nh % H, nh // H
+    b = doc
     if PACKED:
         b = b * 0
+    size, lead = _slots(heads, h, M, UNEVEN)
     d, e = tl.arange(0, BD), tl.arange(0, BE)
-    for m0 in range(0, M, BM):
+    for m0 in range(0, size, BM):
         m = m0 + tl.arange(0, BM)
-        ok = m < M
-        copy = tl.load(end_copy + nh * M + m, mask=ok, other=-1)
+        ok, held = m < size, doc * S + lead + m
+        copy = tl.load(end_copy + held, mask=ok, other=-1)
         mine = copy >= 0
         row = (b * T + copy // W) * H + h
-        held = nh * M + m
         x = _gather(k, state_k, row, held, mine, ok, d, D, STATE)
         tl.store(end_k + held[:, None] * D + d[None, :], x, mask=ok[:, None] & (d < D)[None, :])
         x = _gather(v, state_v, row, held, mine, ok, e, E, STATE)
@@ -286,17 +314,18 @@ def _own_keys(
 
 @triton.jit
 def _slot_keys(
-    k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, m, d, e, M,
+    k, v, state_k, state_v, owner, slot_bias, until, at, line, held, h, m, d, e, size,
     H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
-    """k, v, until and weight of slots m's owners; line is the first token of the row, b T."""
-    ok = m < M
-    copy = tl.load(owner + tile * M + m, mask=ok, other=-1)
+    """k, v, until and weight of slots m's owners; line is the first token of the row, b T; at: the tile's
+    slots in owner; held: the document's in the state."""
+    ok = m < size
+    copy = tl.load(owner + at + m, mask=ok, other=-1)
     row = (line + copy // W) * H + h
     y = _gather(k, state_k, row, held + m, copy >= 0, ok, d, D, STATE)
     z = _gather(v, state_v, row, held + m, copy >= 0, ok, e, E, STATE)
-    hi = tl.load(until + tile * M + m, mask=ok, other=0)
-    weight = tl.load(slot_bias + tile * M + m, mask=ok, other=float("-inf")) * 1.4426950408889634
+    hi = tl.load(until + at + m, mask=ok, other=0)
+    weight = tl.load(slot_bias + at + m, mask=ok, other=float("-inf")) * 1.4426950408889634
     return y, z, hi, weight
 
 
@@ -322,12 +351,12 @@ def _own_block(
 
 @triton.jit
 def _slot_block(
-    k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, i, m, d, e, M,
+    k, v, state_k, state_v, owner, slot_bias, until, at, line, held, h, i, m, d, e, size,
     H: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr, STATE: tl.constexpr,
 ):  # fmt: skip
     """k, v of slots m's owners and L [tokens i, slots m]."""
     y, z, hi, weight = _slot_keys(
-        k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, m, d, e, M, H, W, D, E, STATE
+        k, v, state_k, state_v, owner, slot_bias, until, at, line, held, h, m, d, e, size, H, W, D, E, STATE
     )  # fmt: skip
     return y, z, tl.where(i[:, None] < hi[None, :], weight[None, :], float("-inf"))
 
@@ -355,10 +384,11 @@ def _soften_two(s, z, s2, z2):
 
 
 @triton.jit
-def _place(table, n, T, H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, BR: tl.constexpr,
-           HB: tl.constexpr, PACKED: tl.constexpr):  # fmt: skip
+def _place(table, heads, n, T, M, S, H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, BR: tl.constexpr,
+           HB: tl.constexpr, PACKED: tl.constexpr, UNEVEN: tl.constexpr):  # fmt: skip
     """Of a program of _read or _dq: key head, tile, first token of the row and of the tile, tokens of the
-    tile, its document, and where the program's tokens and heads begin in tile and group.
+    tile, where the program's tokens and heads begin in tile and group; the head's slots, and where those of
+    the tile and of the state begin.
     """
     part, SPLIT = tl.program_id(0), (C // BR) * (G // HB)
     t, bh = (part // SPLIT) % n, part // (SPLIT * n)
@@ -366,23 +396,28 @@ def _place(table, n, T, H: tl.constexpr, G: tl.constexpr, C: tl.constexpr, BR: t
     begin, count, _, doc = _tile(table, t, b, T, C, PACKED)
     line = b.to(tl.int64) * T
     g0, i0 = part % (G // HB) * HB, (part // (G // HB)) % (C // BR) * BR
-    return bh % H, bh.to(tl.int64) * n + t, line, line + begin, count, doc, i0, g0
+    h = bh % H
+    size, lead = _slots(heads, h, M, UNEVEN)
+    at, held = (b.to(tl.int64) * S + lead) * n + t * size, doc.to(tl.int64) * S + lead
+    return h, bh.to(tl.int64) * n + t, line, line + begin, count, i0, g0, size, at, held
 
 
 @triton.jit
 def _read(
-    q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies, o, lse, scale, T, n, M,
+    q, k, v, bias, state_k, state_v, table, heads, owner, slot_bias, until, dies, o, lse, scale, T, n, M, S,
     H: tl.constexpr, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, HB: tl.constexpr,
     BN: tl.constexpr, NS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
+    UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """Grid [B H n (C / BR) (G / HB)]: BR of the tile's tokens, HB heads one after another.
 
     A tile of queries [BR, D] of a head sees the chunk's tokens, then its owners, BN keys a step. Where a step
     is all there is of both, their keys, values and L are made once and serve every head.
     """
-    h, tile, line, start, count, doc, i0, g0 = _place(table, n, T, H, G, C, BR, HB, PACKED)
-    held = (doc.to(tl.int64) * H + h) * M
+    h, tile, line, start, count, i0, g0, size, at, held = _place(
+        table, heads, n, T, M, S, H, G, C, BR, HB, PACKED, UNEVEN
+    )  # fmt: skip
     i = i0 + tl.arange(0, BR)
     d, e = tl.arange(0, BD), tl.arange(0, BE)
     factor = scale * 1.4426950408889634
@@ -392,8 +427,8 @@ def _read(
             k, v, bias, dies, tile, start, h, count, i, tl.arange(0, BN), d, e, H, W, D, E, C, BIAS
         )  # fmt: skip
         y2, z2, L2 = _slot_block(
-            k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, i, tl.arange(0, BN), d, e,
-            M, H, W, D, E, STATE,
+            k, v, state_k, state_v, owner, slot_bias, until, at, line, held, h, i, tl.arange(0, BN), d, e,
+            size, H, W, D, E, STATE,
         )  # fmt: skip
     for g in range(HB):
         rows = (start + i) * (H * G) + h * G + g0 + g
@@ -414,10 +449,10 @@ def _read(
                 )  # fmt: skip
                 s = tl.dot(x, tl.trans(y), input_precision="ieee") * factor + L
                 top, total, acc = _soften(s, z, top, total, acc)
-            for m0 in range(0, NS * BN, BN):
+            for m0 in range(0, size, BN):
                 y, z, L = _slot_block(
-                    k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, i,
-                    m0 + tl.arange(0, BN), d, e, M, H, W, D, E, STATE,
+                    k, v, state_k, state_v, owner, slot_bias, until, at, line, held, h, i,
+                    m0 + tl.arange(0, BN), d, e, size, H, W, D, E, STATE,
                 )  # fmt: skip
                 s = tl.dot(x, tl.trans(y), input_precision="ieee") * factor + L
                 top, total, acc = _soften(s, z, top, total, acc)
@@ -438,15 +473,17 @@ def _dscores(x, g, y, z, L, norm, dot, factor):
 
 @triton.jit
 def _dq(
-    q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies,
-    o, lse, do, dq, delta, scale, T, n, M,
+    q, k, v, bias, state_k, state_v, table, heads, owner, slot_bias, until, dies,
+    o, lse, do, dq, delta, scale, T, n, M, S,
     H: tl.constexpr, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, HB: tl.constexpr,
     BN: tl.constexpr, NS: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
+    UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """Grid and tiles as _read. delta [B, T, HQ] float32."""
-    h, tile, line, start, count, doc, i0, g0 = _place(table, n, T, H, G, C, BR, HB, PACKED)
-    held = (doc.to(tl.int64) * H + h) * M
+    h, tile, line, start, count, i0, g0, size, at, held = _place(
+        table, heads, n, T, M, S, H, G, C, BR, HB, PACKED, UNEVEN
+    )  # fmt: skip
     i = i0 + tl.arange(0, BR)
     d, e = tl.arange(0, BD), tl.arange(0, BE)
     factor = scale * 1.4426950408889634
@@ -456,8 +493,8 @@ def _dq(
             k, v, bias, dies, tile, start, h, count, i, tl.arange(0, BN), d, e, H, W, D, E, C, BIAS
         )  # fmt: skip
         y2, z2, L2 = _slot_block(
-            k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, i, tl.arange(0, BN), d, e,
-            M, H, W, D, E, STATE,
+            k, v, state_k, state_v, owner, slot_bias, until, at, line, held, h, i, tl.arange(0, BN), d, e,
+            size, H, W, D, E, STATE,
         )  # fmt: skip
     for head in range(HB):
         rows = (start + i) * (H * G) + h * G + g0 + head
@@ -478,10 +515,10 @@ def _dq(
                     H, W, D, E, C, BIAS,
                 )  # fmt: skip
                 acc = tl.dot(_dscores(x, g, y, z, L, norm, dot, factor), y, acc, input_precision="ieee")
-            for m0 in range(0, NS * BN, BN):
+            for m0 in range(0, size, BN):
                 y, z, L = _slot_block(
-                    k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, i,
-                    m0 + tl.arange(0, BN), d, e, M, H, W, D, E, STATE,
+                    k, v, state_k, state_v, owner, slot_bias, until, at, line, held, h, i,
+                    m0 + tl.arange(0, BN), d, e, size, H, W, D, E, STATE,
                 )  # fmt: skip
                 acc = tl.dot(_dscores(x, g, y, z, L, norm, dot, factor), y, acc, input_precision="ieee")
         tl.store(dq + at_d, (acc * scale).to(dq.dtype.element_ty), mask=in_d)
@@ -489,23 +526,23 @@ def _dq(
 
 @triton.jit
 def _standing(
-    dies, write, tile, row, j, ok, w, M, W: tl.constexpr, C: tl.constexpr
+    dies, write, tile, at, row, j, ok, w, W: tl.constexpr, C: tl.constexpr
 ):  # fmt: skip
     """When write w of tokens j ends; its row of the buffer if it stands at the chunk's end, else -1."""
     death = tl.load(dies + (tile * C + j) * W + w, mask=ok, other=0)
     slot = tl.load(write + row * W + w, mask=ok, other=0).to(tl.int32)
-    return death, tl.where((death == C) | (death == -C), tile * M + slot, -1)
+    return death, tl.where((death == C) | (death == -C), at + slot, -1)
 
 
 @triton.jit
 def _finish(
-    acc, out, part, dies, write, tile, row, j, ok, d, M,
+    acc, out, part, dies, write, tile, slots, row, j, ok, d,
     W: tl.constexpr, D: tl.constexpr, SIZE: tl.constexpr, AT: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Stores acc [tokens j, D] plus what later chunks ask of the slots they hold, at AT of SIZE."""
     inside = (d < D)[None, :]
     for w in tl.static_range(W):
-        _, at = _standing(dies, write, tile, row, j, ok, w, M, W, C)
+        _, at = _standing(dies, write, tile, slots, row, j, ok, w, W, C)
         asked = part + at[:, None] * SIZE + AT + d[None, :]
         acc += tl.load(asked, mask=(at >= 0)[:, None] & inside, other=0.0).to(tl.float32)
     tl.store(out + row[:, None] * D + d[None, :], acc.to(out.dtype.element_ty), mask=ok[:, None] & inside)
@@ -513,11 +550,12 @@ def _finish(
 
 @triton.jit
 def _dkv(
-    q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies, lse, do, delta,
-    write, part, part_bias, dk, dv, dbias, scale, T, n, M,
+    q, k, v, bias, state_k, state_v, table, heads, owner, slot_bias, until, dies, lse, do, delta,
+    write, part, part_bias, dk, dv, dbias, scale, T, n, M, S,
     H: tl.constexpr, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BN: tl.constexpr,
     KB: tl.constexpr, OWN: tl.constexpr, BIAS: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr,
+    UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """Grid [B H n KB]: BN keys of the tile, its own (OWN) or its owners, over all its queries, BR a step.
 
@@ -528,6 +566,11 @@ def _dkv(
     b, h = bh // H, bh % H
     begin, count, _, doc = _tile(table, t, b, T, C, PACKED)
     tile, line = bh.to(tl.int64) * n + t, b.to(tl.int64) * T
+    size, lead = _slots(heads, h, M, UNEVEN)
+    slots = (b.to(tl.int64) * S + lead) * n + t * size
+    queries = C * G
+    if UNEVEN and not OWN:  # a head of fewer slots has nothing to do in the later blocks
+        queries = tl.where(kb * BN < size, queries, 0)
     j = kb * BN + tl.arange(0, BN)
     d, e = tl.arange(0, BD), tl.arange(0, BE)
     if OWN:
@@ -535,15 +578,15 @@ def _dkv(
             k, v, bias, dies, tile, line + begin, h, count, j, d, e, H, W, D, E, C, BIAS
         )
     else:
-        held = (doc.to(tl.int64) * H + h) * M
+        held = doc.to(tl.int64) * S + lead
         y, z, hi, one = _slot_keys(
-            k, v, state_k, state_v, owner, slot_bias, until, tile, line, held, h, j, d, e, M,
+            k, v, state_k, state_v, owner, slot_bias, until, slots, line, held, h, j, d, e, size,
             H, W, D, E, STATE,
         )  # fmt: skip
     factor = scale * 1.4426950408889634
     acc_k, acc_v = tl.zeros((BN, BD), tl.float32), tl.zeros((BN, BE), tl.float32)
     sum_lo, sum_hi = tl.zeros((BN,), tl.float32), tl.zeros((BN,), tl.float32)
-    for r0 in range(0, C * G, BR):
+    for r0 in range(0, queries, BR):
         r = r0 + tl.arange(0, BR)
         i, real = r // G, r < count * G
         rows = (line + begin + i) * (H * G) + h * G + r % G
@@ -573,11 +616,11 @@ def _dkv(
     if OWN:
         ok = j < count
         row = (line + begin + j) * H + h
-        _finish(acc_k, dk, part, dies, write, tile, row, j, ok, d, M, W, D, D + E, 0, C)
-        _finish(acc_v, dv, part, dies, write, tile, row, j, ok, e, M, W, E, D + E, D, C)
+        _finish(acc_k, dk, part, dies, write, tile, slots, row, j, ok, d, W, D, D + E, 0, C)
+        _finish(acc_v, dv, part, dies, write, tile, slots, row, j, ok, e, W, E, D + E, D, C)
         if BIAS:
             for w in tl.static_range(W):
-                death, at = _standing(dies, write, tile, row, j, ok, w, M, W, C)
+                death, at = _standing(dies, write, tile, slots, row, j, ok, w, W, C)
                 found = tl.where(death > lo, sum_hi, 0.0)
                 if W == 2:
                     weight = tl.load(bias + row * W + w, mask=ok, other=0.0) * 1.4426950408889634
@@ -585,8 +628,8 @@ def _dkv(
                 found += tl.load(part_bias + at, mask=at >= 0, other=0.0)
                 tl.store(dbias + row * W + w, found, mask=ok)
     else:
-        ok = j < M
-        at = tile * M + j
+        ok = j < size
+        at = slots + j
         to = part + at[:, None] * (D + E)
         tl.store(to + d[None, :], acc_k.to(part.dtype.element_ty), mask=ok[:, None] & (d < D)[None, :])
         tl.store(to + D + e[None, :], acc_v.to(part.dtype.element_ty), mask=ok[:, None] & (e < E)[None, :])
@@ -602,22 +645,23 @@ def _bits(yes, u):
 
 @triton.jit
 def _walk_back(
-    part, last, d_end, d_state, table, bh, x, n, M,
-    H: tl.constexpr, SIZE: tl.constexpr, END: tl.constexpr, STATE: tl.constexpr,
-    PACKED: tl.constexpr, U: tl.constexpr,
+    part, last, d_end, d_state, table, b, x, n, size, lead, S,
+    SIZE: tl.constexpr, END: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
-    """Elements x of M SIZE: part becomes after, tile by tile from the last; the loads of U tiles at once."""
-    b, h = bh // H, bh % H
-    u, ok = tl.arange(0, U), x < M * SIZE
-    row, groups = bh.to(tl.int64) * n, tl.cdiv(n, U)
+    """Elements x of a head's slots, SIZE each: part becomes after, tile by tile from the last; the loads of U
+    tiles at once."""
+    u, ok = tl.arange(0, U), x < size * SIZE
+    row = (b.to(tl.int64) * S + lead) * n
+    groups = tl.where(tl.min(x, axis=0) < size * SIZE, tl.cdiv(n, U), 0)
     acc = tl.zeros(x.shape, tl.float32)
     for back in range(0, groups):
         t0 = (groups - 1 - back) * U
         t = t0 + u
         inside = (t < n)[:, None] & ok[None, :]
-        parts = tl.load(part + (row + t)[:, None] * M * SIZE + x[None, :], mask=inside, other=0.0)
+        here = row + t * size
+        parts = tl.load(part + here[:, None] * SIZE + x[None, :], mask=inside, other=0.0)
         parts = parts.to(tl.float32)
-        stay = tl.load(last + (row + t)[:, None] * M + (x // SIZE)[None, :], mask=inside, other=0) < 0
+        stay = tl.load(last + here[:, None] + (x // SIZE)[None, :], mask=inside, other=0) < 0
         stay = _bits(stay, u[:, None])
         if PACKED:
             first = tl.load(table + 4 * t + 2, mask=t < n, other=0)
@@ -633,14 +677,14 @@ def _walk_back(
             side = x
             if END or STATE:
                 doc = tl.sum(tl.where(u == now, document, 0), axis=0)
-                side = (doc.to(tl.int64) * H + h) * M * SIZE + x
+                side = (doc.to(tl.int64) * S + lead) * SIZE + x
             open, kept = (x * 0 + (opens >> now & 1)) > 0, (stay >> now & 1) > 0
             start = tl.zeros(x.shape, tl.float32)
             if END:
                 start = tl.load(d_end + side, mask=ok & open, other=0.0).to(tl.float32)
             acc = tl.where(open, start, acc)
             read = ok & (kept == 0) & (x * 0 + t0 + now < n)  # nobody reads the others
-            tl.store(part + (row + t0 + now) * M * SIZE + x, acc.to(part.dtype.element_ty), mask=read)
+            tl.store(part + (row + (t0 + now) * size) * SIZE + x, acc.to(part.dtype.element_ty), mask=read)
             own = tl.sum(tl.where((u == now)[:, None], parts, 0.0), axis=0)  # one register of a thread
             acc = own + tl.where(kept, acc, 0.0)
             if STATE:
@@ -650,18 +694,21 @@ def _walk_back(
 
 @triton.jit
 def _after(
-    part, part_bias, last, d_end, d_end_bias, d_state, d_state_bias, table, n, M, blocks,
+    part, part_bias, last, d_end, d_end_bias, d_state, d_state_bias, table, heads, n, M, S, blocks,
     H: tl.constexpr, SIZE: tl.constexpr, BX: tl.constexpr, BIAS: tl.constexpr,
-    END: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr, U: tl.constexpr,
+    END: tl.constexpr, STATE: tl.constexpr, PACKED: tl.constexpr, UNEVEN: tl.constexpr, U: tl.constexpr,
 ):  # fmt: skip
     """Grid [B H, blocks (+ more for the biases)]: the reverse pass over the tiles of a row."""
-    bh, block = tl.program_id(0), tl.program_id(1)
+    b, block = tl.program_id(0) // H, tl.program_id(1)
+    size, lead = _slots(heads, tl.program_id(0) % H, M, UNEVEN)
     if block < blocks:
         x = block * BX + tl.arange(0, BX)
-        _walk_back(part, last, d_end, d_state, table, bh, x, n, M, H, SIZE, END, STATE, PACKED, U)
+        _walk_back(part, last, d_end, d_state, table, b, x, n, size, lead, S, SIZE, END, STATE, PACKED, U)
     else:
         x = (block - blocks) * BX + tl.arange(0, BX)
-        _walk_back(part_bias, last, d_end_bias, d_state_bias, table, bh, x, n, M, H, 1, END, STATE, PACKED, U)
+        _walk_back(
+            part_bias, last, d_end_bias, d_state_bias, table, b, x, n, size, lead, S, 1, END, STATE, PACKED, U
+        )
 
 
 @triton.jit
@@ -678,10 +725,10 @@ def _put(state, new, x, held, hit, ok, d, D: tl.constexpr, STATE: tl.constexpr):
 
 @triton.jit
 def _step(
-    q, k, v, write, bias, state_k, state_v, state_bias, new_k, new_v, new_bias, o, scale, M,
+    q, k, v, write, bias, state_k, state_v, state_bias, heads, new_k, new_v, new_bias, o, scale, M, S,
     H: tl.constexpr, G: tl.constexpr, W: tl.constexpr, D: tl.constexpr, E: tl.constexpr,
     BD: tl.constexpr, BE: tl.constexpr, BG: tl.constexpr, BM: tl.constexpr, NS: tl.constexpr,
-    BIAS: tl.constexpr, STATE: tl.constexpr,
+    BIAS: tl.constexpr, STATE: tl.constexpr, UNEVEN: tl.constexpr,
 ):  # fmt: skip
     """Grid [B H]: one token into its slots, then the read of all heads of the group, BM slots at a time."""
     bh = tl.program_id(0).to(tl.int64)
@@ -692,9 +739,13 @@ def _step(
     factor = scale * 1.4426950408889634
     top, total = tl.full((BG,), float("-inf"), tl.float32), tl.zeros((BG,), tl.float32)
     acc = tl.zeros((BG, BE), tl.float32)
-    for m0 in range(0, NS * BM, BM):
+    size, lead = _slots(heads, bh % H, M, UNEVEN)
+    stop = NS * BM
+    if UNEVEN:
+        stop = size
+    for m0 in range(0, stop, BM):
         m = m0 + tl.arange(0, BM)
-        ok, held, hit = m < M, bh * M + m, m < 0
+        ok, held, hit = m < size, bh // H * S + lead + m, m < 0
         weight = tl.full((BM,), float("-inf"), tl.float32)
         if STATE:
             weight = tl.load(state_bias + held, mask=ok, other=float("-inf"))
@@ -723,7 +774,7 @@ def _pow2(x: int) -> int:
 
 
 class _Call(NamedTuple):
-    """The sizes of one call."""
+    """The sizes of one call, and what was compiled for it."""
 
     B: int
     T: int
@@ -732,156 +783,229 @@ class _Call(NamedTuple):
     D: int
     E: int
     W: int
-    M: int
+    M: int  # of the head with the most
+    S: int  # of all heads
     n: int
     N: int
     blocks: Blocks
+    compiled: Compiled
 
-    @property
-    def sizes(self) -> dict[str, int]:
+    def reads(self, rows: int, heads: int, keys: int) -> tuple[int, ...]:
+        """Constants of _read and _dq, up to their flags."""
         D, E = self.D, self.E
-        return {
-            "H": self.H,
-            "G": self.G,
-            "W": self.W,
-            "D": D,
-            "E": E,
-            "BD": _pow2(D),
-            "BE": _pow2(E),
-            "C": self.blocks.chunk,
-        }
+        sizes = (self.H, self.G, self.W, D, E, _pow2(D), _pow2(E), self.blocks.chunk)
+        return *sizes, rows, heads, keys, triton.cdiv(self.M, keys)
 
 
-def _call(q, k, v, write, table, num_docs: int, M: int, blocks: list[int]) -> _Call:
-    (B, T, HQ, D), (H, E), sizes = q.shape, v.shape[2:], Blocks(*blocks)
-    n = -(-T // sizes.chunk) if table is None else len(table)
-    return _Call(B, T, H, HQ // H, D, E, write.shape[-1], M, n, num_docs, sizes)
+def _call(
+    q: Sequence[int], v: Sequence[int], W: int, tiles: int | None, N: int, M: int, S: int, blocks
+) -> _Call:
+    """tiles: of packed documents."""
+    (B, T, HQ, D), (H, E), sizes = q, v[2:], Blocks(*blocks)
+    n = -(-T // sizes.chunk) if tiles is None else tiles
+    return _Call(B, T, H, HQ // H, D, E, W, M, S, n, N, sizes, Compiled())
 
 
-def _forward(q, k, v, write, bias, state_k, state_v, state_bias, table, num_docs, M, scale, blocks):
-    c = _call(q, k, v, write, table, num_docs, M, blocks)
-    BH, s = c.B * c.H, c.blocks
-    ints = q.new_empty((3, BH, c.n, M), dtype=torch.int32)
+_known_call = functools.lru_cache(maxsize=256)(_call)
+
+
+def _call_of(q, v, write, table, num_docs: int, M: int, S: int, blocks) -> _Call:
+    tiles = None if table is None else table.shape[0]
+    return _known_call(q.shape, v.shape, write.shape[-1], tiles, num_docs, M, S, tuple(blocks))
+
+
+def _forward(
+    q, k, v, write, bias, state_k, state_v, state_bias, table, heads, num_docs, M, S, scale, keep, blocks
+):
+    """o, lse, the slots after the last token (if `keep`), and what backward needs: ints, slot_bias, dies."""
+    c = _call_of(q, v, write, table, num_docs, M, S, blocks)
+    BH, b = c.B * c.H, c.blocks
+    kind = alike(q, k, v, write, bias, state_k, state_v, state_bias, table, heads)
+    launch = c.compiled.launch
+    BIAS, STATE, PACKED, UNEVEN = bias is not None, state_k is not None, table is not None, heads is not None
+    ints = q.new_empty((3, c.B, S * c.n), dtype=torch.int32)
     last, until, owner = ints.unbind()
-    dies = ints.new_empty((BH, c.n, s.chunk, c.W))
-    slot_bias = q.new_empty((BH, c.n, M), dtype=torch.float32)
-    end_copy = ints.new_full((c.N, c.H, M), -1)
-    flags = {"BIAS": bias is not None, "PACKED": table is not None}
-    some = {"STATE": state_k is not None}
-    head = {"H": c.H, "W": c.W, "C": s.chunk}
-    slots = min(64, _pow2(M))
+    dies = ints.new_empty((BH, c.n, b.chunk, c.W))
+    slot_bias = q.new_empty((c.B, S * c.n), dtype=torch.float32)
+    end_copy = ints.new_full((c.N, S), -1) if keep else ints.new_empty((c.N, S))
     o, lse = q.new_empty((c.B, c.T, c.H * c.G, c.E)), q.new_empty((c.B, c.T, c.H * c.G), dtype=torch.float32)
     if c.n:
-        _lives[(BH * c.n,)](write, bias, table, last, until, dies, c.T, c.n, M, BM=slots, **head, **flags)
-        _owners[(BH, triton.cdiv(M, 16))](
-            last, bias, state_bias, table, owner, slot_bias, end_copy, c.T, c.n, M,
-            BT=SCAN, BM=16, **head, **flags, **some,
+        launch(
+            _lives, (BH * c.n, 1, 1), kind and ("lives", kind),
+            (write, bias, table, heads, last, until, dies, c.T, c.n, M, S,
+             c.H, c.W, b.chunk, min(64, _pow2(M)), BIAS, PACKED, UNEVEN),
         )  # fmt: skip
-        _read[(BH * c.n * (s.chunk // s.read_rows) * (c.G // s.read_heads),)](
-            q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies, o, lse, scale, c.T, c.n, M,
-            BR=s.read_rows, HB=s.read_heads, BN=s.keys, NS=triton.cdiv(M, s.keys), **c.sizes, **flags, **some,
-            num_warps=s.read_warps, num_stages=s.read_stages,
+        launch(
+            _owners, (BH, triton.cdiv(M, 16), 1), kind and ("owners", kind),
+            (last, bias, state_bias, table, heads, owner, slot_bias, end_copy, c.T, c.n, M, S,
+             c.H, c.W, b.chunk, SCAN, 16, BIAS, STATE, PACKED, UNEVEN),
         )  # fmt: skip
-    end_k, end_v = k.new_empty((c.N, c.H, M, c.D)), v.new_empty((c.N, c.H, M, c.E))
-    end_bias = slot_bias.new_empty((c.N, c.H, M))
-    sizes = {name: x for name, x in c.sizes.items() if name not in ("G", "C")}
-    _take[(c.N * c.H,)](
-        k, v, bias, state_k, state_v, state_bias, end_copy, end_k, end_v, end_bias, c.T, M,
-        BM=16, **sizes, **flags, **some,
-    )  # fmt: skip
-    return o, lse, end_k, end_v, end_bias, ints, slot_bias, dies
+        launch(
+            _read, (BH * c.n * (b.chunk // b.read_rows) * (c.G // b.read_heads), 1, 1),
+            kind and ("read", kind),
+            (q, k, v, bias, state_k, state_v, table, heads, owner, slot_bias, until, dies, o, lse, scale, c.T,
+             c.n, M, S, *c.reads(b.read_rows, b.read_heads, b.keys), BIAS, STATE, PACKED, UNEVEN),
+            num_warps=b.read_warps, num_stages=b.read_stages,
+        )  # fmt: skip
+    rest = ints, slot_bias, dies
+    if not keep:
+        return o, lse, None, None, None, *rest
+    end_k, end_v = k.new_empty((c.N, S, c.D)), v.new_empty((c.N, S, c.E))
+    end_bias = slot_bias.new_empty((c.N, S))
+    if c.N:
+        launch(
+            _take, (c.N * c.H, 1, 1), kind and ("take", kind),
+            (k, v, bias, state_k, state_v, state_bias, heads, end_copy, end_k, end_v, end_bias, c.T, M, S,
+             c.H, c.W, c.D, c.E, _pow2(c.D), _pow2(c.E), 16, BIAS, STATE, PACKED, UNEVEN),
+        )  # fmt: skip
+    return o, lse, end_k, end_v, end_bias, *rest
 
 
 def _backward(
-    q, k, v, write, bias, state_k, state_v, table, o, lse, ints, slot_bias, dies, do, d_end_k, d_end_v,
-    d_end_bias, num_docs, M, scale, blocks,
+    q, k, v, write, bias, state_k, state_v, table, heads, o, lse, ints, slot_bias, dies, do, d_end_k, d_end_v,
+    d_end_bias, num_docs, M, S, scale, blocks,
 ):  # fmt: skip
-    c = _call(q, k, v, write, table, num_docs, M, blocks)
-    BH, s = c.B * c.H, c.blocks
-    if q.is_cuda:
-        s = fitted(s, torch.cuda.get_device_capability(q.device))
+    """dq, dk, dv, and, or None, those of bias and of the state, its k and v side by side."""
+    c = _call_of(q, v, write, table, num_docs, M, S, blocks)
+    BH, b, SIZE = c.B * c.H, c.blocks, c.D + c.E
+    BIAS, STATE, PACKED, UNEVEN = bias is not None, state_k is not None, table is not None, heads is not None
+    END, biased = d_end_k is not None, BIAS or STATE
+    kind = alike(q, k, v, write, bias, state_k, state_v, table, heads, o, do, d_end_bias)
+    launch = c.compiled.launch
     last, until, owner = ints.unbind()
     dq, dk, dv, delta = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v), torch.empty_like(lse)
-    dbias = lse.new_empty(write.shape if bias is not None else (0,))
-    part = q.new_empty((BH, c.n, M, c.D + c.E), dtype=torch.float32 if s.wide_parts else q.dtype)
-    biased = bias is not None or state_k is not None
-    part_bias = lse.new_empty((BH, c.n, M) if biased else (0,))
-    state = state_k is not None
-    ends = torch.cat((d_end_k, d_end_v), -1) if d_end_k is not None else None
-    # Without tokens the slots that came are the slots that go.
-    d_state = part.new_empty((c.N, c.H, M, c.D + c.E) if state else (0,), dtype=torch.float32)
-    d_state_bias = lse.new_empty((c.N, c.H, M) if state else (0,))
-    if state:
-        d_state.copy_(0 if ends is None else ends)
-        d_state_bias.copy_(0 if d_end_bias is None else d_end_bias)
+    dbias = lse.new_empty(write.shape) if BIAS else None
+    part = q.new_empty((c.B, S * c.n, SIZE), dtype=torch.float32 if b.wide_parts else q.dtype)
+    part_bias = lse.new_empty((c.B, S * c.n)) if biased else None
+    ends = torch.cat((d_end_k, d_end_v), -1) if END else None
+    d_state = d_state_bias = None
+    if STATE:  # without tokens the slots that came are the slots that go
+        d_state = lse.new_zeros((c.N, S, SIZE)) if ends is None else ends.clone()
+        d_state_bias = lse.new_zeros((c.N, S)) if ends is None else d_end_bias.clone()
     if c.n:
-        flags = {"BIAS": bias is not None, "STATE": state, "PACKED": table is not None}
-        reads = (q, k, v, bias, state_k, state_v, table, owner, slot_bias, until, dies)
-        _dq[(BH * c.n * (s.chunk // s.dq_rows) * (c.G // s.dq_heads),)](
-            *reads, o, lse, do, dq, delta, scale, c.T, c.n, M,
-            BR=s.dq_rows, HB=s.dq_heads, BN=s.dq_keys, NS=triton.cdiv(M, s.dq_keys), **c.sizes, **flags,
-            num_warps=s.dq_warps, num_stages=s.dq_stages,
+        reads = (q, k, v, bias, state_k, state_v, table, heads, owner, slot_bias, until, dies)
+        launch(
+            _dq, (BH * c.n * (b.chunk // b.dq_rows) * (c.G // b.dq_heads), 1, 1), kind and ("dq", kind),
+            (*reads, o, lse, do, dq, delta, scale, c.T, c.n, M, S,
+             *c.reads(b.dq_rows, b.dq_heads, b.dq_keys), BIAS, STATE, PACKED, UNEVEN),
+            num_warps=b.dq_warps, num_stages=b.dq_stages,
         )  # fmt: skip
-        more = (lse, do, delta, write, part, part_bias, dk, dv, dbias, scale, c.T, c.n, M)
-        tiles = {
-            "BR": s.dkv_rows,
-            "BN": s.keys,
-            "num_warps": s.dkv_warps,
-            "num_stages": s.dkv_stages,
-            **c.sizes,
-        }
-        KB = triton.cdiv(M, s.keys)
-        _dkv[(BH * c.n * KB,)](*reads, *more, KB=KB, OWN=False, **tiles, **flags | {"BIAS": biased})
-        count = triton.cdiv(M * (c.D + c.E), ELEMENTS)
-        _after[(BH, count + (triton.cdiv(M, ELEMENTS) if biased else 0))](
-            part, part_bias, last, ends, d_end_bias, d_state, d_state_bias, table, c.n, M, count,
-            H=c.H, SIZE=c.D + c.E, BX=ELEMENTS, BIAS=biased, END=ends is not None, STATE=state,
-            PACKED=table is not None, U=s.ahead, num_warps=1,
+        more = (lse, do, delta, write, part, part_bias, dk, dv, dbias, scale, c.T, c.n, M, S)
+        sizes = c.reads(b.dkv_rows, 1, b.keys)
+        tiles = *sizes[:9], b.keys
+        KB = triton.cdiv(M, b.keys)
+        launch(
+            _dkv, (BH * c.n * KB, 1, 1), kind and ("slots", kind),
+            (*reads, *more, *tiles, KB, False, biased, STATE, PACKED, UNEVEN),
+            num_warps=b.dkv_warps, num_stages=b.dkv_stages,
         )  # fmt: skip
-        KB = triton.cdiv(s.chunk, s.keys)
-        _dkv[(BH * c.n * KB,)](*reads, *more, KB=KB, OWN=True, **tiles, **flags)
+        count = triton.cdiv(M * SIZE, ELEMENTS)
+        launch(
+            _after, (BH, count + (triton.cdiv(M, ELEMENTS) if biased else 0), 1), kind and ("after", kind),
+            (part, part_bias, last, ends, d_end_bias, d_state, d_state_bias, table, heads, c.n, M, S, count,
+             c.H, SIZE, ELEMENTS, biased, END, STATE, PACKED, UNEVEN, b.ahead),
+            num_warps=1,
+        )  # fmt: skip
+        KB = triton.cdiv(b.chunk, b.keys)
+        launch(
+            _dkv, (BH * c.n * KB, 1, 1), kind and ("own", kind),
+            (*reads, *more, *tiles, KB, True, BIAS, STATE, PACKED, UNEVEN),
+            num_warps=b.dkv_warps, num_stages=b.dkv_stages,
+        )  # fmt: skip
     return dq, dk, dv, dbias, d_state, d_state_bias
 
 
+class _Slots(torch.autograd.Function):
+    """The operation in eager mode: a custom operator costs Python several times as much."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs):
+        q, k, v, write, bias, state_k, state_v, _, table, heads, *sizes = inputs
+        o, lse, *ends, ints, slot_bias, dies = _forward(*inputs)
+        ctx.set_materialize_grads(False)
+        ctx.sizes = (*sizes[:4], sizes[5])
+        ctx.save_for_backward(
+            q, k, v, write, bias, state_k, state_v, table, heads, o, lse, ints, slot_bias, dies
+        )
+        return o, *ends
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, do, *ends):
+        return _gradients(_backward, ctx, do, *ends)
+
+
+def _gradients(run, ctx, do, d_end_k, d_end_v, d_end_bias) -> tuple[torch.Tensor | None, ...]:
+    saved = ctx.saved_tensors
+    q, k, v, bias, state_k, o = *saved[:3], *saved[4:6], saved[9]
+    do = torch.zeros_like(o) if do is None else do.contiguous()
+    N, _, S = ctx.sizes[:3]
+    ends = (d_end_k, d_end_v, d_end_bias)
+    if any(x is not None for x in ends):
+        shapes = (k.shape[-1:], v.shape[-1:], ())
+        ends = [
+            q.new_zeros((N, S, *size), dtype=torch.float32) if x is None else x.float().contiguous()
+            for x, size in zip(ends, shapes)
+        ]
+    dq, dk, dv, dbias, d_state, d_state_bias = run(*saved, do, *ends, *ctx.sizes)
+    dbias = None if bias is None else dbias
+    if state_k is None:
+        return dq, dk, dv, None, dbias, *(None,) * 11
+    D = k.shape[-1]
+    d_k, d_v = d_state[..., :D].to(k.dtype), d_state[..., D:].to(v.dtype)
+    return dq, dk, dv, None, dbias, d_k, d_v, d_state_bias, *(None,) * 8
+
+
+# The same as operators, which torch.compile takes as they are
+
+
+def _whole(q: torch.Tensor, *given) -> tuple[torch.Tensor, ...]:
+    """An operator's results are tensors, all of them."""
+    return tuple(q.new_empty(0, dtype=torch.float32) if x is None else x for x in given)
+
+
 _DEFINITION = "(Tensor q, Tensor k, Tensor v, Tensor write, Tensor? bias, Tensor? state_k, Tensor? state_v, "
-_SIZES = "int num_docs, int num_slots, float scale, int[] blocks) -> "
+_SIZES = "int num_docs, int most, int slots, float scale"
 _four, _six, _eight = (", ".join(["Tensor"] * n) for n in (4, 6, 8))
 
 forward_op = torch.library.custom_op(
     f"{OPS}::forward",
-    _forward,
+    lambda q, *rest: _whole(q, *_forward(q, *rest)),
     mutates_args=(),
-    schema=f"{_DEFINITION}Tensor? state_bias, Tensor? table, {_SIZES}({_eight})",
+    schema=f"{_DEFINITION}Tensor? state_bias, Tensor? table, Tensor? heads, {_SIZES}, bool keep, "
+    f"int[] blocks) -> ({_eight})",
 )
 backward_op = torch.library.custom_op(
     f"{OPS}::backward",
-    _backward,
+    lambda q, *rest: _whole(q, *_backward(q, *rest)),
     mutates_args=(),
-    schema=f"{_DEFINITION}Tensor? table, Tensor o, Tensor lse, Tensor ints, Tensor slot_bias, Tensor dies, "
-    f"Tensor do, Tensor? d_end_k, Tensor? d_end_v, Tensor? d_end_bias, {_SIZES}({_six})",
+    schema=f"{_DEFINITION}Tensor? table, Tensor? heads, Tensor o, Tensor lse, Tensor ints, Tensor slot_bias, "
+    "Tensor dies, Tensor do, Tensor? d_end_k, Tensor? d_end_v, Tensor? d_end_bias, "
+    f"{_SIZES}, int[] blocks) -> ({_six})",
 )
 
 
 @forward_op.register_fake
-def _(q, k, v, write, bias, state_k, state_v, state_bias, table, num_docs, num_slots, scale, blocks):
-    c = _call(q, k, v, write, table, num_docs, num_slots, blocks)
-    BH, M = c.B * c.H, num_slots
+def _(q, k, v, write, bias, state_k, state_v, state_bias, table, heads, num_docs, M, S, scale, keep, blocks):
+    tiles = None if table is None else table.shape[0]
+    c = _call(q.shape, v.shape, write.shape[-1], tiles, num_docs, M, S, blocks)
+    single, ends = {"dtype": torch.float32}, [q.new_empty(0, dtype=torch.float32) for _ in range(3)]
+    if keep:
+        ends = k.new_empty((c.N, S, c.D)), v.new_empty((c.N, S, c.E)), q.new_empty((c.N, S), **single)
     return (
         q.new_empty((c.B, c.T, c.H * c.G, c.E)),
-        q.new_empty((c.B, c.T, c.H * c.G), dtype=torch.float32),
-        k.new_empty((c.N, c.H, M, c.D)),
-        v.new_empty((c.N, c.H, M, c.E)),
-        q.new_empty((c.N, c.H, M), dtype=torch.float32),
-        q.new_empty((3, BH, c.n, M), dtype=torch.int32),
-        q.new_empty((BH, c.n, M), dtype=torch.float32),
-        q.new_empty((BH, c.n, c.blocks.chunk, c.W), dtype=torch.int32),
+        q.new_empty((c.B, c.T, c.H * c.G), **single),
+        *ends,
+        q.new_empty((3, c.B, S * c.n), dtype=torch.int32),
+        q.new_empty((c.B, S * c.n), **single),
+        q.new_empty((c.B * c.H, c.n, c.blocks.chunk, c.W), dtype=torch.int32),
     )
 
 
 @backward_op.register_fake
-def _(q, k, v, write, bias, state_k, state_v, table, o, lse, *rest):
-    num_docs, M = rest[-4:-2]
-    state = (num_docs, k.shape[2], M) if state_k is not None else (0,)
+def _(q, k, v, write, bias, state_k, state_v, table, heads, o, lse, *rest):
+    num_docs, _, S = rest[-5:-2]
+    state = (num_docs, S) if state_k is not None else (0,)
     wide = (*state, k.shape[3] + v.shape[3]) if state_k is not None else (0,)
     return (
         torch.empty_like(q),
@@ -894,36 +1018,19 @@ def _(q, k, v, write, bias, state_k, state_v, table, o, lse, *rest):
 
 
 def _setup(ctx, inputs, output) -> None:
-    q, k, v, write, bias, state_k, state_v, _, table, *ctx.sizes = inputs
+    q, k, v, write, bias, state_k, state_v, _, table, heads, *sizes = inputs
     o, lse, _, _, _, ints, slot_bias, dies = output
+    ctx.sizes = (*sizes[:4], sizes[5])
     ctx.set_materialize_grads(False)
     ctx.mark_non_differentiable(lse, ints, slot_bias, dies)
-    ctx.save_for_backward(q, k, v, write, bias, state_k, state_v, table, o, lse, ints, slot_bias, dies)
+    ctx.save_for_backward(q, k, v, write, bias, state_k, state_v, table, heads, o, lse, ints, slot_bias, dies)
 
 
-def _gradients(ctx, do, _lse, d_end_k, d_end_v, d_end_bias, *_):
-    saved = ctx.saved_tensors
-    q, k, v, bias, state_k, o = *saved[:3], *saved[4:6], saved[8]
-    do = torch.zeros_like(o) if do is None else do.contiguous()
-    N, M = ctx.sizes[:2]
-    ends = (d_end_k, d_end_v, d_end_bias)
-    if any(x is not None for x in ends):
-        shapes = (k.shape[-1:], v.shape[-1:], ())
-        ends = [
-            q.new_zeros((N, k.shape[2], M, *size), dtype=torch.float32)
-            if x is None
-            else x.float().contiguous()
-            for x, size in zip(ends, shapes)
-        ]
-    dq, dk, dv, dbias, d_state, d_state_bias = backward_op(*saved, do, *ends, *ctx.sizes)
-    D = k.shape[-1]
-    if state_k is None:
-        return dq, dk, dv, None, None if bias is None else dbias, *(None,) * 8
-    d_k, d_v = d_state[..., :D].to(k.dtype), d_state[..., D:].to(v.dtype)
-    return dq, dk, dv, None, None if bias is None else dbias, d_k, d_v, d_state_bias, *(None,) * 5
+def _operator_gradients(ctx, do, _lse, d_end_k, d_end_v, d_end_bias, *_):
+    return _gradients(backward_op, ctx, do, d_end_k, d_end_v, d_end_bias)
 
 
-forward_op.register_autograd(_gradients, setup_context=_setup)
+forward_op.register_autograd(_operator_gradients, setup_context=_setup)
 
 
 def slot_attention_triton(
@@ -932,51 +1039,77 @@ def slot_attention_triton(
     v: torch.Tensor,
     write: torch.Tensor,
     bias: torch.Tensor | None,
-    num_slots: int,
+    sizes: tuple[int, ...],
     scale: float,
     state: SlotState | None,
     cu_seqlens: torch.Tensor | None,
+    keep_state: bool = True,
     blocks: Blocks | None = None,
-) -> tuple[torch.Tensor, SlotState]:
+) -> tuple[torch.Tensor, SlotState | None]:
     """slot_attention of onehot.py, for float32, float16 and bfloat16 and head sizes up to 256.
 
-    Autocast casts q, k and v to its dtype; else they go to the widest of theirs.
+    sizes: slots of each head. Autocast casts q, k and v to its dtype; else they go to the widest of theirs.
     """
     D, E, G, out = q.shape[-1], v.shape[-1], q.shape[2] // k.shape[2], (k.dtype, v.dtype)
     if torch.is_autocast_enabled(q.device.type):
         dtype = torch.get_autocast_dtype(q.device.type)
+    elif q.dtype == k.dtype == v.dtype:
+        dtype = q.dtype
     else:
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
     if q.device.type == "cpu" and dtype == torch.bfloat16:
         dtype = torch.float32  # Triton's interpreter has no bfloat16
-    q, k, v = (x.to(dtype).contiguous() for x in (q, k, v))
+    q, k, v = _plain(q, dtype), _plain(k, dtype), _plain(v, dtype)
     write = write.contiguous()
-    if bias is not None:
-        bias = bias.float().contiguous()
+    bias = None if bias is None else _plain(bias, torch.float32)
     held = (None,) * 3
     if state is not None:
-        held = (
-            state.k.to(dtype).contiguous(),
-            state.v.to(dtype).contiguous(),
-            state.bias.float().contiguous(),
-        )
-    sizes = blocks or blocks_for(D, E, G, dtype)
-    if q.shape[1] == 1 and cu_seqlens is None and not _needs_grad(q, k, v, bias, *held):
-        o, *end = step_op(q, k, v, write, bias, *held, num_slots, scale)
-        return _in_dtypes(o, end, out)
+        held = _plain(state.k, dtype), _plain(state.v, dtype), _plain(state.bias, torch.float32)
+    M, S, scale = max(sizes), sum(sizes), float(scale)
+    heads = slot_table(sizes, q.device) if min(sizes) < M else None
+    compiling, learns = torch.compiler.is_compiling(), _needs_grad(q, k, v, bias, *held)
+    if q.shape[1] == 1 and cu_seqlens is None and not learns:
+        run = step_op if compiling else _one_step
+        o, *end = run(q, k, v, write, bias, *held, heads, M, S, scale)
+        return _in_dtypes(o, end if keep_state else None, out)
+    blocks = blocks or _shipped(D, E, G, dtype, q.device)
     table, N = None, len(q)
     if cu_seqlens is not None:
-        table, N = tile_table(cu_seqlens, sizes.chunk), len(cu_seqlens) - 1
-    o, _, *end = forward_op(q, k, v, write, bias, *held, table, N, num_slots, scale, list(sizes))[:5]
-    return _in_dtypes(o, end, out)
+        table, N = _known_table(cu_seqlens, blocks.chunk), len(cu_seqlens) - 1
+    inputs = (q, k, v, write, bias, *held, table, heads, N, M, S, scale, keep_state)
+    if compiling:
+        o, _, *end = forward_op(*inputs, list(blocks))[:5]
+    elif learns:
+        o, *end = _Slots.apply(*inputs, blocks)
+    else:
+        o, _, *end = _forward(*inputs, blocks)[:5]
+    return _in_dtypes(o, end if keep_state else None, out)
 
 
-def _in_dtypes(o, end, out: tuple[torch.dtype, torch.dtype]) -> tuple[torch.Tensor, SlotState]:
-    return o.to(out[1]), SlotState(end[0].to(out[0]), end[1].to(out[1]), end[2])
+def _plain(x: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    if x.dtype != dtype:
+        x = x.to(dtype)
+    return x.contiguous()
+
+
+def _in_dtypes(o, end, out: tuple[torch.dtype, torch.dtype]) -> tuple[torch.Tensor, SlotState | None]:
+    o = o if o.dtype == out[1] else o.to(out[1])
+    return o, None if end is None else SlotState(end[0].to(out[0]), end[1].to(out[1]), end[2])
 
 
 def _needs_grad(*tensors: torch.Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
+
+
+def _known_table(cu_seqlens: torch.Tensor, C: int) -> torch.Tensor:
+    """tile_table, looked up where an earlier layer made it."""
+    if torch.compiler.is_compiling() or cu_seqlens.is_inference():
+        return tile_table(cu_seqlens, C)
+    key = (C, cu_seqlens._version)
+    seen = getattr(cu_seqlens, "_tiles", None)
+    if seen is None or seen[0] != key:
+        seen = cu_seqlens._tiles = key, tile_table(cu_seqlens, C)  # type: ignore[attr-defined]
+    return seen[1]
 
 
 def tile_table(cu_seqlens: torch.Tensor, C: int) -> torch.Tensor:
@@ -988,30 +1121,33 @@ def tile_table(cu_seqlens: torch.Tensor, C: int) -> torch.Tensor:
     return torch.tensor(rows, dtype=torch.int32).view(-1, 4).to(cu_seqlens.device)
 
 
-def _one_step(q, k, v, write, bias, state_k, state_v, state_bias, M, scale):
+def _one_step(q, k, v, write, bias, state_k, state_v, state_bias, heads, M, S, scale):
     (B, _, HQ, D), (H, E) = q.shape, v.shape[2:]
-    o, new_k, new_v = q.new_empty((B, 1, HQ, E)), k.new_empty((B, H, M, D)), v.new_empty((B, H, M, E))
-    new_bias, G = q.new_empty((B, H, M), dtype=torch.float32), HQ // H
+    o, new_k, new_v = q.new_empty((B, 1, HQ, E)), k.new_empty((B, S, D)), v.new_empty((B, S, E))
+    new_bias, G, W = q.new_empty((B, S), dtype=torch.float32), HQ // H, write.shape[-1]
     BM = min(_pow2(M), blocks_for(D, E, G, q.dtype).keys)
-    _step[(B * H,)](
-        q, k, v, write, bias, state_k, state_v, state_bias, new_k, new_v, new_bias, o, scale, M,
-        H=H, G=G, W=write.shape[-1], D=D, E=E, BD=_pow2(D), BE=_pow2(E), BG=_pow2(G), BM=BM,
-        NS=triton.cdiv(M, BM), BIAS=bias is not None, STATE=state_k is not None,
+    kind = alike(q, k, v, write, bias, state_k, state_v, state_bias, heads)
+    _steps.launch(
+        _step, (B * H, 1, 1), kind and (kind, H, G, W, D, E, M, S, STEP_WARPS),
+        (q, k, v, write, bias, state_k, state_v, state_bias, heads, new_k, new_v, new_bias, o, scale, M, S,
+         H, G, W, D, E, _pow2(D), _pow2(E), _pow2(G), BM, triton.cdiv(M, BM), bias is not None,
+         state_k is not None, heads is not None),
         num_warps=STEP_WARPS, num_stages=1,
     )  # fmt: skip
     return o, new_k, new_v, new_bias
 
 
+_steps = Compiled()
 step_op = torch.library.custom_op(
     f"{OPS}::step",
     _one_step,
     mutates_args=(),
-    schema=f"{_DEFINITION}Tensor? state_bias, int num_slots, float scale) -> ({_four})",
+    schema=f"{_DEFINITION}Tensor? state_bias, Tensor? heads, int most, int slots, float scale) -> ({_four})",
 )
 
 
 @step_op.register_fake
-def _(q, k, v, write, bias, state_k, state_v, state_bias, num_slots, scale):
-    (B, _, HQ, D), (H, E), M = q.shape, v.shape[2:], num_slots
-    new = (k.new_empty((B, H, M, D)), v.new_empty((B, H, M, E)), q.new_empty((B, H, M), dtype=torch.float32))
+def _(q, k, v, write, bias, state_k, state_v, state_bias, heads, M, S, scale):
+    (B, _, HQ, D), E = q.shape, v.shape[3]
+    new = (k.new_empty((B, S, D)), v.new_empty((B, S, E)), q.new_empty((B, S), dtype=torch.float32))
     return q.new_empty((B, 1, HQ, E)), *new
