@@ -323,13 +323,15 @@ def _fill(job: Conversion, folder: Path, verify: bool, say: Callable[[str], None
 
 
 def calibration_rows(source: Source, recipe: Recipe, wanted: int, *, whole: bool = False) -> torch.Tensor:
-    """Rows of calibration text, [R, T] int64, T at most ROW_TOKENS, shorter if they are few and not `whole`."""
+    """Rows of calibration text, [R, T] int64, T at most ROW_TOKENS: less if few tokens are wanted, or, if
+    `whole`, only where the text has fewer."""
     text = recipe.calibration.text
     few = max(wanted // 8, ROW_TOKENS // 4) if wanted < 8 * ROW_TOKENS and not whole else ROW_TOKENS
     length = min(few, wanted, source.config.max_position_embeddings)
     try:
         starts = (document[:DOCUMENT_CHARACTERS] for document in documents(text, held_out=False))
         ids = token_ids(load_tokenizer(source.folder), starts, wanted)
+        length = min(length, len(ids)) if whole else length
         return token_rows(ids, length, wanted // length)
     except ValueError as error:
         raise ValueError(f"calibration.text {text}: {error}") from None

@@ -1,9 +1,10 @@
 """How many slots each head gets: more where forgetting costs the loss more, the sum staying the same.
 
 To second order, exchanging a head's attention output o_t for another costs the loss (g_t . d_t)^2 / 2 a
-token, g the loss's gradient at o and d the difference (the empirical Fisher). The teacher runs over text once,
-forward and backward; each head is tried with a few numbers of slots; then slots are dealt where they save
-most. The loss is that of tokens which text further back foretells (measure.recall_mask): what slots are for.
+token, g the loss's gradient at o and d the difference (the empirical Fisher). The teacher runs over text
+once, forward and backward; each head is tried with a few numbers of slots; then slots are dealt where they
+save most. The loss is that of tokens which text further back foretells (measure.recall_mask): what slots are
+for.
 """
 
 from __future__ import annotations
@@ -174,6 +175,7 @@ def costs(
 def deal(cost: Mapping[int, torch.Tensor], sizes: list[int], mean: int) -> dict[int, tuple[int, ...]]:
     """Slots of each head, `mean` on average or a little less: each step goes where a slot saves most.
 
+    What is left once no slot saves anything (rows too short to need them) goes to the heads with fewest.
     cost: layer to [H, sizes]; sizes rise.
     """
     at = {(layer, h): 0 for layer, rows in cost.items() for h in range(len(rows))}
@@ -186,9 +188,14 @@ def deal(cost: Mapping[int, torch.Tensor], sizes: list[int], mean: int) -> dict[
                 saved = float(cost[layer][h, now] - cost[layer][h, to]) / more
                 if more <= left and (best is None or saved > best[0]):
                     best = saved, (layer, h), to
-        if best is None or best[0] <= 0:
+        if best is None:
             break
-        _, head, to = best
+        saved, head, to = best
+        if saved <= 0:
+            head = min(at, key=at.__getitem__)
+            to = at[head] + 1
+            if to == len(sizes) or sizes[to] - sizes[at[head]] > left:
+                break
         left -= sizes[to] - sizes[at[head]]
         at[head] = to
     return {layer: tuple(sizes[at[layer, h]] for h in range(len(rows))) for layer, rows in cost.items()}

@@ -68,7 +68,8 @@ def test_a_window_that_holds_the_text_is_no_distance_away_and_a_zeroed_output_is
 
 
 def test_the_important_tokens_are_those_the_map_ranks_highest(here):
-    model = load(here / "source", layer_mixers=[MEMORY] * 3)
+    uneven = MEMORY | {"num_slots": [12, 7]}
+    model = load(here / "source", layer_mixers=[uneven, MEMORY, MEMORY])
     layer = model.model.layers[0]
     with torch.no_grad():  # token 77's own direction
         ids = IDS.clone()

@@ -64,9 +64,13 @@ def test_slots_go_to_the_heads_that_they_save_most():
     assert deal({0: torch.stack((late, 0.01 * same))}, SIZES, 18) == {0: (32, 4)}
 
 
-def test_slots_that_save_nothing_are_not_dealt():
-    worse = torch.arange(6.0)
-    assert deal({0: torch.stack((worse, torch.zeros(6)))}, SIZES, 16) == {0: (4, 4)}
+def test_slots_that_save_nothing_are_dealt_evenly():
+    nothing, worse = torch.zeros(2, 6), torch.arange(6.0).repeat(2, 1)
+    for flat in (nothing, worse):
+        assert deal({0: flat, 3: flat}, SIZES, 16) == {0: (16, 16), 3: (16, 16)}
+    early = torch.tensor([9.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    late = torch.tensor([9.0, 8.0, 7.0, 6.0, 0.0, 0.0])
+    assert deal({0: torch.stack((early, early, late))}, SIZES, 16) == {0: (12, 12, 24)}
 
 
 def test_the_numbers_tried_rise_leave_room_beside_the_sinks_and_have_the_recipes_own():
@@ -214,6 +218,21 @@ def test_without_tokens_to_share_by_every_head_has_as_many_and_the_same_weights(
     dealt, _ = convert(here, tmp_path / "dealt", 256)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (even, dealt))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
+
+
+def test_a_text_shorter_than_a_row_shares_slots_and_one_that_says_nothing_leaves_them_even(here, tmp_path):
+    words = (here / "text.jsonl").read_text().splitlines()
+    (tmp_path / "few.jsonl").write_text("\n".join(words[:9]))
+    tiny_source(tmp_path / "source", max_position_embeddings=4096)
+    for name, tokens in (("row", 16_384), ("two", 2)):
+        calibration = {"text": str(tmp_path / "few.jsonl"), "tokens": 256, "sharing_tokens": tokens}
+        recipe = parse_recipe({"source": "tiny", "mixer": KEEP, "calibration": calibration})
+        out = convert_checkpoint(
+            tmp_path / "source", tmp_path / name, recipe, verify=False, say=lambda _: None
+        )
+        every = [m for layer in slots(out) for m in layer]
+        assert (len(set(every)) > 1) == (name == "row")
+        assert 6 * 16 - 4 < sum(every) <= 6 * 16
 
 
 def test_layers_that_keep_softmax_are_left_out(here, tmp_path):
