@@ -24,9 +24,12 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unsoftmax.kernels.gsa import triton_onehot
+from unsoftmax.kernels.gsa.keep import choose_slots
+from unsoftmax.kernels.gsa.layer import GatedSlotAttention, GSAOptions
 from unsoftmax.kernels.gsa.onehot import slot_attention
-from unsoftmax.kernels.gsa.onehot_reference import SlotState
+from unsoftmax.kernels.gsa.onehot_reference import SlotState, slots_of
 from unsoftmax.kernels.gsa.triton_onehot import Blocks, blocks_for, slot_attention_triton
+from unsoftmax.kernels.mixer import AttentionShape, Rotary
 
 CAPS = {torch.bfloat16: 1e-2, torch.float16: 3e-3, torch.float32: 1e-5}  # as tests/tolerance.py
 FLOORS = {torch.bfloat16: 4e-3, torch.float16: 5e-4, torch.float32: 1e-6}
@@ -43,35 +46,42 @@ CASES = [  # B, T, HQ, H, D, E, M, W, bias, state, lengths of packed documents
     (1, 500, 4, 2, 64, 64, 64, 2, True, False, (0, 1, 1, 63, 64, 65, 0, 306)),
     (1, 500, 4, 2, 64, 64, 64, 2, True, True, (0, 1, 1, 63, 64, 65, 0, 306)),
     (1, 500, 4, 2, 64, 64, 30, 1, False, False, (100, 1, 0, 399)),
+    (2, 700, 9, 3, 64, 64, (28, 384, 64), 1, False, True, None),
+    (2, 300, 16, 4, 128, 128, (28, 384, 64, 100), 2, True, True, None),
+    (1, 500, 9, 3, 64, 64, (28, 384, 64), 1, False, True, (0, 1, 1, 63, 64, 65, 0, 306)),
     (9000, 8, 8, 8, 16, 16, 16, 1, False, False, None),
     (1, 8192, 4, 1, 128, 128, 64, 2, True, False, None),
 ]  # fmt: skip
+UNEVEN = (16, 28, 28, 32, 48, 64, 104, 192)  # slots of 8 heads, 64 on average
+SMALL = (28, 100, 64)  # of SmolLM2's 3
 QUICK = [  # one-hot writes at Mistral's head shape: the kernels that are timed
     (2, 300, 8, 2, 128, 128, 64, 2, True, False, None),
     (2, 300, 8, 2, 128, 128, 64, 1, True, True, None),
     (1, 500, 8, 2, 128, 128, 64, 2, True, True, (0, 1, 1, 63, 64, 65, 0, 306)),
+    (2, 700, 9, 3, 64, 64, SMALL, 1, False, False, None),
+    (2, 500, 32, 8, 128, 128, UNEVEN, 1, False, True, None),
+    (1, 500, 9, 3, 64, 64, SMALL, 1, False, True, (0, 1, 1, 63, 64, 65, 0, 306)),
+    (2, 1, 9, 3, 64, 64, SMALL, 1, False, True, None),
 ]
 MISTRAL = (32, 8, 128)
 SHIPPED = blocks_for(128, 128, 4, torch.bfloat16)
 LAYOUTS = [(16, 2048), (4, 8192), (1, 32768)]
-FORWARD = [  # tokens, heads, warps, stages
-    *((64, 1, 4, s) for s in (1, 2)),
-    *((64, 2, 4, s) for s in (1, 2)),
-    *((64, 4, 4, s) for s in (1, 2, 3)),
-    *((64, 4, 8, s) for s in (1, 2, 3)),
-]
-DQ = [(64, 1, 4, 1), (64, 1, 4, 2), (64, 2, 4, 1), *((64, 4, w, s) for w in (4, 8) for s in (1, 2))]
-DKV = [(32, 4, 1), (32, 4, 2), (32, 4, 3), (64, 4, 3), (64, 8, 3), (16, 4, 2)]  # queries, warps, stages
+FORWARD = [(64, 1, 4, 2), (64, 2, 4, 2), (64, 4, 4, 1), (64, 4, 4, 3)]  # tokens, heads, warps, stages
+DQ = [(64, 2, 4, 1), (64, 4, 4, 1), (64, 4, 4, 2)]
+DKV = [(32, 4, 2), (32, 4, 3), (32, 4, 4), (16, 4, 3)]  # queries, warps, stages
 REST = {  # other changes
     "narrow parts": {"wide_parts": 0},
     "ahead 4": {"ahead": 4},
-    "dq 32 keys, 1 stage": {"dq_keys": 32, "dq_heads": 1, "dq_stages": 1},
-    "dq 32 keys, 2 stages": {"dq_keys": 32, "dq_heads": 1, "dq_stages": 2},
+    "uneven": {},
+    "uneven, read 1 head": {"read_heads": 1, "read_stages": 2},
+    "uneven, dq 1 head": {"dq_heads": 1, "dq_stages": 2},
 }
 
 
 def writes(B, T, H, M, W, seed=0):
     """Slots like the layer's: sinks, a ring, and a memory ring for 1 token in 8 (W = 1: instead)."""
+    if not isinstance(M, int):
+        return torch.cat([writes(B, T, 1, m, W, seed + h) for h, m in enumerate(M)], 2)
     generator = torch.Generator("cuda").manual_seed(seed)
     t = torch.arange(T, device="cuda")
     memory = (M - 4) // 2 if M > 8 else 0
@@ -118,18 +128,18 @@ def check(case, dtype) -> list[str]:
     tensors = inputs(B, T, HQ, H, D, E, M, W, dtype)
     torch.manual_seed(1)
     if D == 64:  # any writes at all, not only a ring's
-        tensors[3] = torch.randint(-1, M, (B, T, H, W), device="cuda")
+        tensors[3] = torch.stack([torch.randint(-1, m, (B, T, W), device="cuda") for m in slots_of(M, H)], 2)
     cu = None if lengths is None else torch.tensor([0, *lengths], device="cuda").cumsum(0)
-    N, state = B if cu is None else len(lengths), None
+    N, S, state = B if cu is None else len(lengths), sum(slots_of(M, H)), None
     if with_state:
         sizes = ((D,), (E,), ())
-        state = SlotState(*(torch.randn(N, H, M, *s, device="cuda") for s in sizes))
+        state = SlotState(*(torch.randn(N, S, *s, device="cuda") for s in sizes))
         state = SlotState(
             state.k.to(dtype), state.v.to(dtype), state.bias.masked_fill(state.bias < -0.5, -torch.inf)
         )
     doys = [
         torch.randn(*s, device="cuda").to(dtype).double()
-        for s in ((B, T, HQ, E), (N, H, M, D), (N, H, M, E), (N, H, M))
+        for s in ((B, T, HQ, E), (N, S, D), (N, S, E), (N, S))
     ]
     more = {"num_slots": M, "cu_seqlens": cu}
     wide = [x.double() if x.is_floating_point() else x for x in tensors]
@@ -204,12 +214,16 @@ def causality() -> list[str]:
 
 def pieces() -> list[str]:
     """A prompt and single steps equal the whole; a given state stays as it was; CUDA graphs capture."""
-    tensors = inputs(3, 200, 8, 2, 128, 128, 64, 2, torch.bfloat16)
-    whole, end = slot_attention(*tensors, num_slots=64)
+    return [line for M in (64, (28, 100)) for line in _pieces(M)]
+
+
+def _pieces(M) -> list[str]:
+    tensors = inputs(3, 200, 8, 2, 128, 128, M, 2, torch.bfloat16)
+    whole, end = slot_attention(*tensors, num_slots=M)
     at, out, state, lines = 0, [], None, []
     for n in (150, *[1] * 50):
         kept = None if state is None else [x.clone() for x in state]
-        o, new = slot_attention(*(x[:, at : at + n] for x in tensors), num_slots=64, state=state)
+        o, new = slot_attention(*(x[:, at : at + n] for x in tensors), num_slots=M, state=state)
         if kept is not None and not all(torch.equal(a, b) for a, b in zip(kept, state)):
             lines.append("WRONG a state given in was changed")
         at, state = at + n, new
@@ -221,7 +235,7 @@ def pieces() -> list[str]:
         lines.append("WRONG the slots after single steps are not those of the whole")
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        captured, _ = slot_attention(*tensors, num_slots=64)
+        captured, _ = slot_attention(*tensors, num_slots=M)
     graph.replay()
     if not torch.equal(captured, whole):
         lines.append("WRONG a replayed CUDA graph gives another answer")
@@ -235,11 +249,12 @@ def bench(run, rep=60) -> float:
 def step_of(B, T, HQ, H, D, M, blocks=None, W=1):
     """Forward, and forward + backward, at one shape, as functions."""
     q, k, v, write, bias = inputs(B, T, HQ, H, D, D, M, W, torch.bfloat16)
-    leaves = [x.requires_grad_() for x in (q, k, v, bias)]
-    do = torch.randn_like(q)
+    bias = bias if W == 2 else None  # as the layer of one write has none
+    leaves = [x.requires_grad_() for x in (q, k, v, bias) if x is not None]
+    do, sizes = torch.randn_like(q), slots_of(M, H)
 
     def forward():
-        return slot_attention_triton(q, k, v, write, bias, M, D**-0.5, None, None, blocks)[0]
+        return slot_attention_triton(q, k, v, write, bias, sizes, D**-0.5, None, None, False, blocks)[0]
 
     def step():
         return torch.autograd.grad(forward(), leaves, do)
@@ -259,7 +274,8 @@ def variants(result: dict) -> None:
             tried |= {name: SHIPPED._replace(**change) for name, change in REST.items()}
         times = {}
         for name, blocks in tried.items():
-            forward, step = step_of(1, 32768, *MISTRAL, 64, blocks)
+            M = UNEVEN if name.startswith("uneven") else 64
+            forward, step = step_of(1, 32768, *MISTRAL, M, blocks)
             try:
                 with torch.set_grad_enabled(kind != "read"):
                     times[name] = bench(forward if kind == "read" else step)
@@ -270,18 +286,9 @@ def variants(result: dict) -> None:
 
 
 def profile(result: dict, W: int) -> None:
-    """Where one step at 1 x 32k spends its time, and how long Python takes to launch it."""
-    forward, step = step_of(1, 32768, *MISTRAL, 64, W=W)
-    for name, run, grad in (("forward", forward, False), ("step", step, True)):
-        with torch.set_grad_enabled(grad):
-            times = []
-            for _ in range(20):
-                torch.cuda.synchronize()
-                start = time.perf_counter()
-                run()
-                times.append(1e3 * (time.perf_counter() - start))
-        result[f"host {name} W {W}, ms"] = sorted(times)[10]
-        print(f"host, {name}: {sorted(times)[10]:.3f} ms (worst {max(times):.3f})", flush=True)
+    """Where one step at 1 x 32k spends its time."""
+    _, step = step_of(1, 32768, *MISTRAL, 64, W=W)
+    step()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
         for _ in range(5):
@@ -291,6 +298,63 @@ def profile(result: dict, W: int) -> None:
     result[f"kernels W {W}"] = rows
     for name, (ms, count) in sorted(rows.items(), key=lambda x: -x[1][0])[:12]:
         print(f"  W {W} {name:60s} {ms:7.3f} ms  x{count}", flush=True)
+
+
+def host(result: dict) -> None:
+    """How long Python takes to launch a call whose kernels the GPU does not wait for: medians of 40."""
+    forward, step = step_of(1, 128, 9, 3, 64, SMALL, W=1)
+    importance, decay = torch.randn(1, 128, 3, device="cuda"), torch.ones(3, device="cuda")
+    layer = GatedSlotAttention(AttentionShape(576, 9, 3, 64), GSAOptions(num_slots=SMALL, recent=16)).cuda()
+    x = torch.randn(1, 128, 576, device="cuda", requires_grad=True)
+    rotary = Rotary(*(torch.randn(1, 128, 64, device="cuda") for _ in range(2)))
+
+    def choose():
+        return choose_slots(importance, decay, SMALL, sinks=4, recent=16, keep_state=False)
+
+    def whole():
+        with torch.autocast("cuda", torch.bfloat16):
+            return layer(x, rotary=rotary)[0]
+
+    runs = (
+        ("forward", forward, False),
+        ("forward to differentiate", forward, True),
+        ("step", step, True),
+        ("choose", choose, False),
+        ("a layer's forward", whole, False),
+        ("a layer's step", lambda: whole().sum().backward(), True),
+    )
+    for name, run, grad in runs:
+        with torch.set_grad_enabled(grad):
+            times = []
+            for _ in range(50):
+                torch.cuda.synchronize()
+                start = time.perf_counter()
+                run()
+                times.append(1e3 * (time.perf_counter() - start))
+        result[f"host {name}, ms"] = took = sorted(times[10:])[20]
+        print(f"host, {name}: {took:.3f} ms", flush=True)
+
+
+@torch.no_grad()
+def choosing(result: dict) -> None:
+    """choose_slots at Mistral's heads and SmolLM2's, the same slots for each and others."""
+    shapes = [(B, T, 8, M) for B, T in LAYOUTS for M in ((64,) * 8, UNEVEN)]
+    for B, T, H, M in [*shapes, (16, 1024, 3, (64,) * 3), (16, 1024, 3, (28, 384, 64))]:
+        importance, decay = 2 * torch.randn(B, T, H, device="cuda"), torch.ones(H, device="cuda")
+        options = {"sinks": 4, "recent": 16, "keep_state": False}
+
+        def run(importance=importance, decay=decay, M=M, options=options):
+            return choose_slots(importance, decay, M, **options)[0]
+
+        if T < 2000:
+            want = choose_slots(importance.cpu()[:2, :300], decay.cpu(), M, **options)[0]
+            same = (run()[:2, :300].cpu() == want).float().mean().item()
+            if same < 0.999:
+                result["wrong"].append(f"WRONG choose_slots: {same:.4f} of the choices are the CPU's")
+                print(result["wrong"][-1], flush=True)
+        name = f"choose {B}x{T}, {min(M)} to {max(M)} slots"
+        result[name] = took = bench(run)
+        print(f"{name}: {took:.3f} ms", flush=True)
 
 
 def row(result: dict, name: str, forward, step) -> None:
@@ -314,6 +378,10 @@ def row(result: dict, name: str, forward, step) -> None:
 def operations(result: dict, quick: bool) -> None:
     for W, (B, T) in itertools.product((1, 2), LAYOUTS):
         row(result, f"slots 64, {W} writes, {B}x{T}", *step_of(B, T, *MISTRAL, 64, W=W))
+    for B, T in LAYOUTS:
+        row(result, f"slots 16 to 192, {B}x{T}", *step_of(B, T, *MISTRAL, UNEVEN))
+    for M in (64, (28, 384, 64)):
+        row(result, f"SmolLM2 (9/3 heads, D 64), {M}, 16x1024", *step_of(16, 1024, 9, 3, 64, M))
     for M in () if quick else (128, 256):
         row(result, f"slots {M}, 1x32768", *step_of(1, 32768, *MISTRAL, M))
     row(result, "slots 64, 1x131072", *step_of(1, 131072, *MISTRAL, 64))
@@ -339,7 +407,7 @@ def operations(result: dict, quick: bool) -> None:
 def decoding(result: dict) -> None:
     """One step under a CUDA graph, in microseconds."""
     shipped = triton_onehot.STEP_WARPS
-    for B, warps in itertools.product((1, 8, 64), (4, 8)):
+    for B, warps in itertools.product((1, 8, 64), (8,)):
         triton_onehot.STEP_WARPS = warps
         tensors = inputs(B, 1, *MISTRAL[:2], 128, 128, 64, 2, torch.bfloat16)
         _, state = slot_attention(
@@ -360,16 +428,20 @@ def jobs(quick: bool, tiles: bool) -> list[tuple]:
     """A call, and its arguments, of everything that is to be compiled."""
     kinds = (("read", FORWARD), ("dq", DQ), ("dkv", DKV)) if tiles else ()
     found = [(small, kind, as_blocks(kind, cut)) for kind, cuts in kinds for cut in cuts]
-    found += [(small, "rest", SHIPPED._replace(**change)) for change in REST.values() if tiles]
+    rest = REST.items() if tiles else ()
+    sizes = {name: UNEVEN if name.startswith("uneven") else 64 for name in REST}
+    found += [(small, "rest", SHIPPED._replace(**change), 1, MISTRAL, sizes[name]) for name, change in rest]
     if quick:
         found += [(check, case, torch.bfloat16) for case in QUICK]
-        return [*found, (small, "whole", None, 1), (small, "whole", None, 2), (decoding, {})]
+        found += [(small, "whole", None, 2), *((small, "whole", None, 1, MISTRAL, M) for M in (64, UNEVEN))]
+        found += [(small, "whole", None, 1, (9, 3, 64), M) for M in (64, (28, 384, 64), SMALL)]
+        return [*found, (decoding, {}), (choosing, {"wrong": []}), (host, {}), (pieces,)]
     found += [(check, case, dtype) for case in CASES if case[0] < 100 for dtype in CAPS]
     shapes = [(shape, M) for shape in (MISTRAL, (9, 3, 64)) for M in (64, 128, 256)]
     return [*found, *((small, "whole", None, W, *s) for s in shapes for W in (1, 2)), (decoding, {})]
 
 
-def small(kind: str, blocks: Blocks | None, W: int = 1, shape=MISTRAL, M: int = 64) -> None:
+def small(kind: str, blocks: Blocks | None, W: int = 1, shape=MISTRAL, M=64) -> None:
     forward, step = step_of(1, 1024, *shape, M, blocks, W)
     with torch.set_grad_enabled(kind != "read"):
         (forward if kind == "read" else step)()
@@ -409,6 +481,8 @@ def main() -> None:
     if not arguments.no_variants:
         variants(result)
     parts = (
+        (host,),
+        (choosing,),
         (profile, 1),
         (profile, 2),
         (decoding,),

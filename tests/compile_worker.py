@@ -2,7 +2,7 @@
 
     python compile_worker.py onehot 90
 
-A line of JSON a kernel: {"name", "registers", "stack", "shared", "wgmma", "tensor_cores"}.
+A line of JSON a kernel: {"name", "registers", "stack", "shared", "tensor_cores"}.
 """
 
 import json
@@ -169,21 +169,22 @@ def polysketch() -> Iterator[Job]:
 
 
 def slots() -> Iterator[Job]:
-    """Gated slots at Mistral's layer in bfloat16 and SmolLM2's in float32."""
+    """Gated slots at SmolLM2's layer in float32 and float16; in bfloat16 the scan and decoding."""
     from unsoftmax.kernels.gsa import triton_chunk as ops
 
     singles = ("g", "gamma", "dgamma", "dg", "sg", "total", "init", "final", "kept0", "kept1", "k1", "v1")
     rest = ("k0", "v0", "dk0", "dv0", "dk1", "dv1", "sk", "sv", "own", "buf")  # slots between kernels
-    names = ("own_state", "scan", "forward", "backward_reads", "backward", "decode")
+    shared = ("scan", "decode")
+    names = ("own_state", "forward", "backward_reads", "backward", *shared)
     warps = {"own_state": "own", "backward_reads": "reads", "decode": "forward", "scan": "own"}
-    for D, G, dtype in ((128, 4, torch.bfloat16), (64, 3, torch.float32)):
+    for D, G, dtype in ((128, 4, torch.bfloat16), (64, 3, torch.float32), (64, 3, torch.float16)):
         q, k, g = (torch.empty(1, 256, *size, device="meta") for size in ((8 * G, D), (8, D), (8, 64)))
         plan = ops._Plan(q.to(dtype), k, k, g, None)
         fixed = plan.tiles() | {"D": D, "E": D, "X": D, "XP": D, "slots": 64, "MASS": True, "PARTS": 1}
         fixed |= {"EARLY": False, "GP": 4}
         fixed |= {"REVERSE": False, "DECAY": True, "HAS_INIT": True, **ops.SCAN}
         fixed |= dict.fromkeys(("seg_start", "seg_end", "doc_first"))
-        for name in names:
+        for name in shared if dtype == torch.bfloat16 else names:
             kernel = getattr(ops, f"_{name}")
             types = dict.fromkeys(kernel.arg_names, f"*{NAMES[dtype]}")
             types |= {f"{x}_ptr": f"*{NAMES[plan.dot]}" for x in rest}
@@ -197,7 +198,7 @@ def slots() -> Iterator[Job]:
 
 
 def tiles() -> Iterator[Job]:
-    """Gated slots whose pairs are factored, at Mistral's layer in bfloat16."""
+    """Gated slots at Mistral's layer in bfloat16."""
     from unsoftmax.kernels.gsa import triton_tiles as ops
 
     D, G, M = 128, 4, 64
@@ -239,7 +240,6 @@ def compiled(job: Job, arch: int) -> dict[str, Any]:
         "registers": int(registers),
         "stack": int(stack),
         "shared": built.metadata.shared,
-        "wgmma": "wgmma" in built.asm["ptx"],
         "tensor_cores": any(x in built.asm["ptx"] for x in ("wgmma", "mma.sync", "tcgen05")),
     }
 

@@ -121,7 +121,7 @@ def choose_slots_triton(
         real = real.contiguous().view(torch.int8)
     heads = slot_table(slots, importance.device)
     tensors = (importance.contiguous(), real, decay.contiguous(), heads, cu_seqlens, seen, *held)
-    SLOTS, kind = max(32, triton.next_power_of_2(max(slots))), alike(*tensors)
+    SLOTS, kind = max(32, 1 << (max(slots) - 1).bit_length()), alike(*tensors)
     flags = real is not None, cu_seqlens is not None, seen is not None, state is not None, keep_state
     if N and H:
         whole = kind and (kind, T % 16 == 0, T == 1, S % 16 == 0, S == 1, sinks, recent, H, SLOTS, *flags)

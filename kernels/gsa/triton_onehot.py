@@ -770,7 +770,11 @@ def _step(
 
 
 def _pow2(x: int) -> int:
-    return max(16, triton.next_power_of_2(x))
+    return max(16, 1 << (x - 1).bit_length())
+
+
+def _cdiv(x: int, y: int) -> int:  # triton.cdiv takes ten microseconds
+    return -(-x // y)
 
 
 class _Call(NamedTuple):
@@ -788,13 +792,8 @@ class _Call(NamedTuple):
     n: int
     N: int
     blocks: Blocks
+    constants: tuple[int, ...]  # H, G, W, D, E, BD, BE, C: what kernels of products begin with
     compiled: Compiled
-
-    def reads(self, rows: int, heads: int, keys: int) -> tuple[int, ...]:
-        """Constants of _read and _dq, up to their flags."""
-        D, E = self.D, self.E
-        sizes = (self.H, self.G, self.W, D, E, _pow2(D), _pow2(E), self.blocks.chunk)
-        return *sizes, rows, heads, keys, triton.cdiv(self.M, keys)
 
 
 def _call(
@@ -803,7 +802,8 @@ def _call(
     """tiles: of packed documents."""
     (B, T, HQ, D), (H, E), sizes = q, v[2:], Blocks(*blocks)
     n = -(-T // sizes.chunk) if tiles is None else tiles
-    return _Call(B, T, H, HQ // H, D, E, W, M, S, n, N, sizes, Compiled())
+    constants = (H, HQ // H, W, D, E, _pow2(D), _pow2(E), sizes.chunk)
+    return _Call(B, T, H, HQ // H, D, E, W, M, S, n, N, sizes, constants, Compiled())
 
 
 _known_call = functools.lru_cache(maxsize=256)(_call)
@@ -836,7 +836,7 @@ def _forward(
              c.H, c.W, b.chunk, min(64, _pow2(M)), BIAS, PACKED, UNEVEN),
         )  # fmt: skip
         launch(
-            _owners, (BH, triton.cdiv(M, 16), 1), kind and ("owners", kind),
+            _owners, (BH, _cdiv(M, 16), 1), kind and ("owners", kind),
             (last, bias, state_bias, table, heads, owner, slot_bias, end_copy, c.T, c.n, M, S,
              c.H, c.W, b.chunk, SCAN, 16, BIAS, STATE, PACKED, UNEVEN),
         )  # fmt: skip
@@ -844,7 +844,8 @@ def _forward(
             _read, (BH * c.n * (b.chunk // b.read_rows) * (c.G // b.read_heads), 1, 1),
             kind and ("read", kind),
             (q, k, v, bias, state_k, state_v, table, heads, owner, slot_bias, until, dies, o, lse, scale, c.T,
-             c.n, M, S, *c.reads(b.read_rows, b.read_heads, b.keys), BIAS, STATE, PACKED, UNEVEN),
+             c.n, M, S, *c.constants, b.read_rows, b.read_heads, b.keys, _cdiv(M, b.keys),
+             BIAS, STATE, PACKED, UNEVEN),
             num_warps=b.read_warps, num_stages=b.read_stages,
         )  # fmt: skip
     rest = ints, slot_bias, dies
@@ -887,26 +888,26 @@ def _backward(
         launch(
             _dq, (BH * c.n * (b.chunk // b.dq_rows) * (c.G // b.dq_heads), 1, 1), kind and ("dq", kind),
             (*reads, o, lse, do, dq, delta, scale, c.T, c.n, M, S,
-             *c.reads(b.dq_rows, b.dq_heads, b.dq_keys), BIAS, STATE, PACKED, UNEVEN),
+             *c.constants, b.dq_rows, b.dq_heads, b.dq_keys, _cdiv(M, b.dq_keys),
+             BIAS, STATE, PACKED, UNEVEN),
             num_warps=b.dq_warps, num_stages=b.dq_stages,
         )  # fmt: skip
         more = (lse, do, delta, write, part, part_bias, dk, dv, dbias, scale, c.T, c.n, M, S)
-        sizes = c.reads(b.dkv_rows, 1, b.keys)
-        tiles = *sizes[:9], b.keys
-        KB = triton.cdiv(M, b.keys)
+        tiles = *c.constants, b.dkv_rows, b.keys
+        KB = _cdiv(M, b.keys)
         launch(
             _dkv, (BH * c.n * KB, 1, 1), kind and ("slots", kind),
             (*reads, *more, *tiles, KB, False, biased, STATE, PACKED, UNEVEN),
             num_warps=b.dkv_warps, num_stages=b.dkv_stages,
         )  # fmt: skip
-        count = triton.cdiv(M * SIZE, ELEMENTS)
+        count = _cdiv(M * SIZE, ELEMENTS)
         launch(
-            _after, (BH, count + (triton.cdiv(M, ELEMENTS) if biased else 0), 1), kind and ("after", kind),
+            _after, (BH, count + (_cdiv(M, ELEMENTS) if biased else 0), 1), kind and ("after", kind),
             (part, part_bias, last, ends, d_end_bias, d_state, d_state_bias, table, heads, c.n, M, S, count,
              c.H, SIZE, ELEMENTS, biased, END, STATE, PACKED, UNEVEN, b.ahead),
             num_warps=1,
         )  # fmt: skip
-        KB = triton.cdiv(b.chunk, b.keys)
+        KB = _cdiv(b.chunk, b.keys)
         launch(
             _dkv, (BH * c.n * KB, 1, 1), kind and ("own", kind),
             (*reads, *more, *tiles, KB, True, BIAS, STATE, PACKED, UNEVEN),
@@ -1130,7 +1131,7 @@ def _one_step(q, k, v, write, bias, state_k, state_v, state_bias, heads, M, S, s
     _steps.launch(
         _step, (B * H, 1, 1), kind and (kind, H, G, W, D, E, M, S, STEP_WARPS),
         (q, k, v, write, bias, state_k, state_v, state_bias, heads, new_k, new_v, new_bias, o, scale, M, S,
-         H, G, W, D, E, _pow2(D), _pow2(E), _pow2(G), BM, triton.cdiv(M, BM), bias is not None,
+         H, G, W, D, E, _pow2(D), _pow2(E), _pow2(G), BM, _cdiv(M, BM), bias is not None,
          state_k is not None, heads is not None),
         num_warps=STEP_WARPS, num_stages=1,
     )  # fmt: skip
