@@ -1,24 +1,30 @@
 """PolySketch's Triton kernels on a GPU: right in every dtype and shape, and how fast, beside softmax.
 
-    PYTHONPATH=src python benchmarks/check_polysketch.py [--out DIR] [--quick] [--no-variants]
+    PYTHONPATH=src python benchmarks/check_polysketch.py [--out DIR] [--quick] [--limit SECONDS]
 
-First every case against a dense float64 oracle, one line a failing one; then each kernel over its tiles,
-whole operations at Mistral-7B's shape, and in the same run torch's softmax (cuDNN, FlashAttention-2), the
-learned sketch, and the block algorithm in plain PyTorch. Several processes compile beforehand. The
-short table comes last; DIR/polysketch.json has everything. Milliseconds are medians.
+First every case against a dense float64 oracle, in several processes, a line as each ends; they also compile
+what is timed. Then whole operations at Mistral-7B's shape, the learned sketch, decoding, torch's softmax
+(cuDNN, FlashAttention-2), and each kernel over its tiles. Within --limit seconds it stops: checks get
+seven tenths of them, and the most wanted times come first. DIR/polysketch.json has everything that was
+reached. Milliseconds are medians.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import faulthandler
 import functools
 import json
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import triton
@@ -103,6 +109,7 @@ SKETCH_TILES = {  # tokens, warps, stages
     "forward": ((128, 4, 2), (64, 4, 3)),
     "backward": ((32, 4, 3), (64, 4, 3)),
 }
+STUCK = 15  # seconds without a line after which the main process shows where it is
 WHOLE = ((32, 256), (16, 256), (64, 256), (32, 512), (64, 512), (64, 1024))  # r, block
 SHORT = WHOLE[:3]
 
@@ -212,79 +219,110 @@ def check(case, dtype) -> list[str]:
     return wrong
 
 
-def correctness(cases: list) -> list[str]:
+def check_all(cases: list, dtype: torch.dtype) -> list[str]:
     torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    lines = []
-    for dtype in (torch.float32, torch.bfloat16):
-        for case in cases:
-            try:
-                wrong = check(case, dtype)
-            except Exception as error:  # one broken case must not hide the others
-                wrong = [f"{type(error).__name__}: {str(error)[:300]}"]
-            if wrong:
-                lines.append(f"WRONG {dtype} {case}: {'; '.join(wrong)}")
-                print(lines[-1], flush=True)
-    lines += extremes()
-    print(f"correctness: {2 * len(cases) + 9} cases, {len(lines)} wrong", flush=True)
-    return lines
+    return [f"T {case[1]}: {'; '.join(wrong)}" for case in cases if (wrong := check(case, dtype))]
 
 
-def extremes() -> list[str]:
-    """Constant keys of norm sqrt(D) for 64k tokens; queries of 0; ones as values; a later token."""
+def families(cases: list, dtype: torch.dtype) -> list[list]:
+    """Cases that share kernels: alike but for B and T, in bfloat16 also in having a state."""
+    found: dict = {}
+    for case in cases:
+        block, window = case[7], (*case, case[7], 0)[11]
+        far = case[1] // block * block - (window - block) >= block * max(1, block_kernels.CHUNK // block)
+        found.setdefault((case[2:], far or dtype == torch.float32), []).append(case)
+    return list(found.values())
+
+
+def constant_keys() -> list[str]:
+    """Constant keys of norm sqrt(D) for 64k tokens; queries of 0; ones as values."""
     wrong = []
-    T, dtype = 65536, torch.bfloat16
-    q, k, v, phi_q, phi_k = inputs(1, T, 2, 1, 64, 64, 32, dtype)
+    q, k, v, phi_q, phi_k = inputs(1, 65536, 2, 1, 64, 64, 32, torch.bfloat16)
     k, phi_k = torch.ones_like(k), torch.ones_like(phi_k)
     o, _ = polysketch(q, k, torch.ones_like(v), phi_q, phi_k, backend="triton")
     if not (o.float() - 1).abs().max() < 0.02:
-        wrong.append(f"WRONG constant keys: ones average to {o.min():.3f} .. {o.max():.3f}")
+        wrong.append(f"ones average to {o.min():.3f} .. {o.max():.3f}")
     o, _ = polysketch(q * 0, k, v, phi_q * 0, phi_k, backend="triton")
     if o.any() or not o.isfinite().all():
-        wrong.append("WRONG q = 0: not 0")
-    cut, tensors = 3000, inputs(1, 5000, 4, 2, 128, 128, 32, dtype)
-    do = torch.randn(1, cut, 4, 128, device="cuda", dtype=dtype)
+        wrong.append("q = 0: not 0")
+    return wrong
+
+
+def later_token() -> list[str]:
+    cut, tensors = 3000, inputs(1, 5000, 4, 2, 128, 128, 32, torch.bfloat16)
+    do = torch.randn(1, cut, 4, 128, device="cuda", dtype=torch.bfloat16)
     found = []
     for factor in (1.0, -3.0):
         leaves = [torch.cat((x[:, :cut], x[:, cut:] * factor), 1).requires_grad_() for x in tensors]
         o = polysketch(*leaves, backend="triton")[0][:, :cut]
         found.append([o.detach(), *(g[:, :cut] for g in torch.autograd.grad(o, leaves, do))])
-    if not all(torch.equal(a, b) for a, b in zip(*found)):
-        wrong.append("WRONG a later token changes an earlier bit")
+    same = all(torch.equal(a, b) for a, b in zip(*found))
+    return [] if same else ["a later token changes an earlier bit"]
+
+
+def packed_document(local: str) -> list[str]:
+    rule = {"local": "softmax", "block": 32, "window": 64, "sinks": 4} if local == "softmax" else {}
+    rule |= {"keep_state": False, "backend": "triton"}
+    tensors = inputs(1, 5000, 4, 2, 128, 128, 32, torch.bfloat16)
     cu = torch.tensor([0, 700, 701, 1500, 5000], device="cuda")
-    for rule in ({}, {"local": "softmax", "block": 32, "window": 64, "sinks": 4}):
-        rule |= {"keep_state": False, "backend": "triton"}
+    with torch.no_grad():
         o, _ = polysketch(*tensors, cu_seqlens=cu, **rule)
         alone, _ = polysketch(*(x[:, 1500:].contiguous() for x in tensors), **rule)
-        if not (o[:, 1500:].float() - alone.float()).norm() < 1e-2 * alone.float().norm():
-            wrong.append("WRONG a packed document differs from itself alone")
-    wrong += steps()
-    for line in wrong:
-        print(line, flush=True)
-    return wrong
+    error = ((o[:, 1500:].float() - alone.float()).norm() / alone.float().norm()).item()
+    return [] if error < 1e-2 else [f"a packed document differs from itself alone by {error:.1e}"]
 
 
-def steps() -> list[str]:
-    """Tokens one at a time past two ends of blocks, beside the block algorithm in float64."""
+def more_tokens(local: str, dtype: torch.dtype, several: bool) -> list[str]:
+    """One token at a time past the end of a block, or several, beside the block algorithm in float64."""
+    block, window, sinks = (32, 64, 4) if local == "softmax" else (64, 64, 0)
+    rule = {"local": local, "block": block, "window": window, "sinks": sinks}
+    tensors = inputs(2, 400, 8, 2, 128, 128, 32, dtype)
+    lengths = torch.tensor([290, 260], device="cuda")
+    some = [x[:, :300] for x in tensors]
+    _, mine = polysketch(*some, lengths=lengths, backend="torch", **rule)
+    gold = type(mine)(*(x.double() if x.is_floating_point() else x for x in mine))
+    for t in range(300, 301 if several else 306 + block):
+        token = tensors if several else [x[:, t % 400, None] for x in tensors]
+        o, mine = polysketch(*token, state=mine, backend="triton", **rule)
+        exact, gold = polysketch(*(x.double() for x in token), state=gold, backend="torch", **rule)
+        pairs = {"o": (o, exact), "S": (mine.S, gold.S)}
+        errors = {name: ((a - b).norm() / b.norm()).item() for name, (a, b) in pairs.items()}
+        wrong = [f"{name} off by {error:.1e}" for name, error in errors.items() if not error <= CAPS[dtype]]
+        if not (torch.equal(mine.k.double(), gold.k) and torch.equal(mine.seen, gold.seen)):
+            wrong.append("the buffers differ")
+        if wrong:
+            return [f"token {t - 300}: {', '.join(wrong)}"]
+    return []
+
+
+def check_sketch(dtype: torch.dtype) -> list[str]:
+    """phi, lift and every gradient of the learned sketch, with all that a layer may give it."""
+    D, N, r = 128, 8, 32
+    shapes = {"x": (2, 700, N, D), "maps": (2, 2, D + 1, r), "factor": (N,), "last": (N,)}
+    shapes |= {"mean": (N, D), "tilt": (N, D)}
+    given = {name: torch.randn(shape, device="cuda") for name, shape in shapes.items()}
+    given["x"], given["maps"] = given["x"].to(dtype), given["maps"] * 0.1
+    dphi = torch.randn(2, 700, N, r, device="cuda").to(dtype)
+    dlift = torch.randn(2, 700, N, device="cuda")
+    sketch = LearnedSketch(4, D + 1, r, 2)
+
+    def definition(x, maps, *, factor, last, mean, tilt):
+        lift = (x * tilt).sum(-1)
+        x = append((x - mean) * factor[:, None], last)
+        return torch.func.functional_call(sketch, {"query": maps, "key": maps}, (x, x[:, :, :2]))[0], lift
+
+    def run(form, wide):
+        leaves = {n: (x.to(wide) if wide else x.clone()).requires_grad_() for n, x in given.items()}
+        both = form(leaves["x"], leaves["maps"], **{n: leaves[n] for n in list(shapes)[2:]})
+        asked = [g.to(o.dtype) for g, o in zip((dphi, dlift), both)]
+        return [*(x.detach() for x in both), *torch.autograd.grad(both, list(leaves.values()), asked)]
+
+    gold, plain = run(definition, torch.float64), run(definition, dtype)
     wrong = []
-    for local, block, window, sinks in (("power", 64, 64, 0), ("softmax", 32, 64, 4)):
-        rule = {"local": local, "block": block, "window": window, "sinks": sinks}
-        for dtype in CAPS:
-            tensors = inputs(2, 400, 8, 2, 128, 128, 32, dtype)
-            lengths = torch.tensor([290, 260], device="cuda")
-            some = [x[:, :300] for x in tensors]
-            _, mine = polysketch(*some, lengths=lengths, backend="torch", **rule)
-            gold = type(mine)(*(x.double() if x.is_floating_point() else x for x in mine))
-            for t in range(300, 301 + 2 * block):
-                last = t == 300 + 2 * block  # many at once
-                token = tensors if last else [x[:, t % 400, None] for x in tensors]
-                o, mine = polysketch(*token, state=mine, backend="triton", **rule)
-                exact, gold = polysketch(*(x.double() for x in token), state=gold, backend="torch", **rule)
-                pairs = {"o": (o, exact), "S": (mine.S, gold.S)}
-                bad = [n for n, (a, b) in pairs.items() if not (a - b).norm() <= CAPS[dtype] * b.norm()]
-                same = torch.equal(mine.k.double(), gold.k) and torch.equal(mine.seen, gold.seen)
-                if bad or not same:
-                    wrong.append(f"WRONG step {t} {local} {dtype}: {bad or 'the buffers'}")
-                    break
+    for name, mine, exact, other in zip(("phi", "lift", *shapes), run(sketch_triton, None), gold, plain):
+        error, least = (((x.double() - exact).norm() / exact.norm()).item() for x in (mine, other))
+        if not error <= max(CAPS[dtype], 2 * least):
+            wrong.append(f"{name} {error:.1e} (plain {least:.1e})")
     return wrong
 
 
@@ -375,14 +413,14 @@ def compare(result: dict, label: str, run, cuts) -> dict:
     return times
 
 
-def quick_variants(result: dict) -> None:
+def quick_variants(result: dict) -> Iterator[None]:
     """The tiles in question, and what the kernels of other sketch sizes take as shipped."""
     shipped = plan(torch.bfloat16, 128)._asdict()
     for r, soft in ((32, False), (32, True), (16, False), (64, False)):
         for kernel, run in runners(1, 32768, r, 256, soft).items():
             cuts = TRIED[soft].get(kernel, ()) if r == 32 else (shipped[kernel],)
             if cuts and (r != 16 or kernel in ("states", "gradients")):
-                compare(result, f"r {r} {'softmax ' * soft}{kernel}", run, cuts)
+                yield compare(result, f"r {r} {'softmax ' * soft}{kernel}", run, cuts)
 
 
 def both(run, leaves, every: bool) -> tuple[float, float, float]:
@@ -443,7 +481,7 @@ def launches(label: str, run, wall: float, every: bool = False) -> None:
 
 def softly(leaves, scale, cu=None):
     block, window, sinks, _, _ = [*SOFT, 1, 4]
-    rule = {"local": "softmax", "block": block, "window": window, "sinks": sinks}
+    rule = {"local": "softmax", "block": block, "window": window, "sinks": sinks, "backend": "triton"}
     keep_state = cu is None and not torch.is_grad_enabled()
     return polysketch(*leaves, far_scale=scale, cu_seqlens=cu, keep_state=keep_state, **rule)[0]
 
@@ -452,54 +490,97 @@ def documents(count: int, length: int) -> torch.Tensor:
     return torch.arange(count + 1, device="cuda") * length
 
 
-def operations(result: dict, quick: bool) -> None:
-    for r, block in SHORT if quick else WHOLE:
-        for B, T in LAYOUTS if (r, block) == (32, 256) and not quick else LAYOUTS[-1:]:
-            leaves = [x.requires_grad_() for x in inputs(B, T, r=r, dtype=torch.bfloat16, **MISTRAL)]
-            offset = torch.rand(32, device="cuda", requires_grad=True)
+Whole = tuple[Callable[[], torch.Tensor], list[torch.Tensor]]  # an operation, and what its gradients are of
 
-            def run(leaves=leaves, block=block, offset=offset):
-                return polysketch(
-                    *leaves, block=block, offset=offset, keep_state=not torch.is_grad_enabled()
-                )[0]
 
-            row(result, f"polysketch r {r} block {block} {B}x{T}", run, [*leaves, offset])
-        if block == WHOLE[0][1]:
-            leaves = [x.requires_grad_() for x in inputs(1, 32768, r=r, dtype=torch.bfloat16, **MISTRAL)]
-            scale = torch.randn(1, 32768, 32, device="cuda", requires_grad=True)
+def powers(r: int, block: int, B: int, T: int) -> Whole:
+    leaves = [x.requires_grad_() for x in inputs(B, T, r=r, dtype=torch.bfloat16, **MISTRAL)]
+    rule = {"block": block, "offset": torch.rand(32, device="cuda", requires_grad=True), "backend": "triton"}
 
-            def soft(leaves=leaves, scale=scale):
-                return softly(leaves, scale)
+    def run():
+        return polysketch(*leaves, keep_state=not torch.is_grad_enabled(), **rule)[0]
 
-            row(result, f"polysketch r {r} softmax window 1x32768", soft, [*leaves, scale])
-            if r == 32:
-                cu = documents(16, 2048)
+    return run, [*leaves, rule["offset"]]
 
-                def together(leaves=leaves, scale=scale, cu=cu):
-                    return softly(leaves, scale, cu)
 
-                row(result, "the same, packed 16 x 2048", together, [*leaves, scale])
-    learned_sketch(result, quick)
-    if not quick:
-        tensors = inputs(1, 32768, r=32, dtype=torch.bfloat16, **MISTRAL)
-        with torch.no_grad():
-            polysketch(*tensors, backend="torch")
-            torch.cuda.synchronize()
-            start = time.perf_counter()
-            polysketch(*tensors, backend="torch")
-            torch.cuda.synchronize()
-            result["plain torch, forward"] = 1e3 * (time.perf_counter() - start)
-        print(f"plain torch (float32 inside) forward {result['plain torch, forward']:.1f}")
-    for B, T in () if quick else LAYOUTS:
-        q, k, v, _, _ = inputs(B, T, r=8, dtype=torch.bfloat16, **MISTRAL)
-        leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in (q, k, v)]
-        for name, backend in (("cuDNN", SDPBackend.CUDNN_ATTENTION), ("FA2", SDPBackend.FLASH_ATTENTION)):
+def windowed(r: int, T: int, documents_of: int | None = None) -> Whole:
+    """local="softmax", of one document or packed."""
+    leaves = [x.requires_grad_() for x in inputs(1, T, r=r, dtype=torch.bfloat16, **MISTRAL)]
+    scale = torch.randn(1, T, 32, device="cuda", requires_grad=True)
+    cu = None if documents_of is None else documents(T // documents_of, documents_of)
+    return lambda: softly(leaves, scale, cu), [*leaves, scale]
 
-            def softmax(leaves=leaves, backend=backend):
-                with sdpa_kernel(backend):
-                    return functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
 
-            row(result, f"softmax {name} {B}x{T}", softmax, leaves)
+def sketched(r: int, T: int) -> dict[str, Whole]:
+    """The learned sketch in bfloat16: this project's kernels, PyTorch, and a whole operation with it."""
+    q, k, v, _, _ = inputs(1, T, r=8, dtype=torch.bfloat16, **MISTRAL)
+    sketch = LearnedSketch(4, 129, r, 8).cuda()
+    torch.nn.init.normal_(sketch.query, std=0.1)
+    torch.nn.init.normal_(sketch.key, std=0.1)
+    offset, factor = torch.rand(32, device="cuda"), torch.rand(32, device="cuda")
+    leaves = [q, k, v, *sketch.parameters(), offset, factor]
+    for leaf in leaves:
+        leaf.requires_grad_()
+
+    def ours():
+        phi_q, _ = sketch_triton(q, sketch.query, factor=factor, last=offset)
+        return phi_q, sketch_triton(k, sketch.key, factor=None, last=None)[0]
+
+    def plain():
+        return sketch(append(q * factor[:, None].to(q.dtype), offset.to(q.dtype)), append(k, 1.0))
+
+    def whole():
+        rule = {"offset": offset, "keep_state": not torch.is_grad_enabled(), "backend": "triton"}
+        return polysketch(q, k, v, *ours(), **rule)[0]
+
+    used = [q, k, *leaves[3:]]
+    return {
+        "with sketch": (whole, leaves),
+        "sketch alone": (lambda: torch.cat([x.flatten() for x in ours()]), used),
+        "sketch in torch": (lambda: torch.cat([x.flatten() for x in plain()]), used),
+    }
+
+
+def operations(result: dict, quick: bool) -> Iterator[None]:
+    """Whole operations, the most wanted first."""
+    yield row(result, "r 32 block 256 1x32768", *powers(32, 256, 1, 32768))
+    for name, one in sketched(32, 32768).items():
+        yield row(result, f"r 32 1x32768 {name}", *one, every=name == "with sketch")
+    yield row(result, "r 32 softmax window 1x32768", *windowed(32, 32768))
+    yield softmax(result, 1, 32768, "cuDNN")
+    yield from decoding(result)
+    yield row(result, "the same window, packed 16 x 2048", *windowed(32, 32768, 2048))
+    for r, block in (SHORT if quick else WHOLE)[1:]:
+        yield row(result, f"r {r} block {block} 1x32768", *powers(r, block, 1, 32768))
+        if block == 256:
+            yield row(result, f"r {r} softmax window 1x32768", *windowed(r, 32768))
+    if quick:
+        return
+    for B, T in LAYOUTS[:-1]:
+        yield row(result, f"r 32 block 256 {B}x{T}", *powers(32, 256, B, T))
+    for r in (16, 64):
+        for name, one in sketched(r, 32768).items():
+            yield row(result, f"r {r} 1x32768 {name}", *one)
+    tensors = inputs(1, 32768, r=32, dtype=torch.bfloat16, **MISTRAL)
+    with torch.no_grad():
+        times = bench(lambda: polysketch(*tensors, backend="torch"))
+    result["plain torch, forward"] = times
+    yield print(f"plain torch (float32 inside) forward {times:.1f}", flush=True)
+    for B, T in LAYOUTS:
+        for name in ("cuDNN", "FA2"):
+            yield softmax(result, B, T, name)
+
+
+def softmax(result: dict, B: int, T: int, name: str) -> None:
+    backend = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FA2": SDPBackend.FLASH_ATTENTION}[name]
+    tensors = inputs(B, T, r=8, dtype=torch.bfloat16, **MISTRAL)[:3]
+    leaves = [x.transpose(1, 2).contiguous().requires_grad_() for x in tensors]
+
+    def run():
+        with sdpa_kernel(backend):
+            return functional.scaled_dot_product_attention(*leaves, is_causal=True, enable_gqa=True)
+
+    row(result, f"softmax {name} {B}x{T}", run, leaves)
 
 
 def row(result, name, run, leaves, every: bool = False) -> None:
@@ -512,71 +593,35 @@ def row(result, name, run, leaves, every: bool = False) -> None:
     print(f"{name:36s} {forward:8.3f} {step:8.3f} {peak:8.0f} MiB", flush=True)
 
 
-def learned_sketch(result: dict, quick: bool) -> None:
-    """The sketch of 1 x 32k in bfloat16: this project's kernels, PyTorch, and a whole operation with it."""
-    for r in (32, 16, 64):
-        if quick and r != 32:
-            continue
-        q, k, v, _, _ = inputs(1, 32768, r=8, dtype=torch.bfloat16, **MISTRAL)
-        sketch = LearnedSketch(4, 129, r, 8).cuda()
-        torch.nn.init.normal_(sketch.query, std=0.1)
-        torch.nn.init.normal_(sketch.key, std=0.1)
-        offset, factor = torch.rand(32, device="cuda"), torch.rand(32, device="cuda")
-        leaves = [q, k, v, *sketch.parameters(), offset, factor]
-        for leaf in leaves:
-            leaf.requires_grad_()
-
-        def ours(q=q, k=k, sketch=sketch, offset=offset, factor=factor):
-            phi_q, _ = sketch_triton(q, sketch.query, factor=factor, last=offset)
-            return phi_q, sketch_triton(k, sketch.key, factor=None, last=None)[0]
-
-        def plain(q=q, k=k, sketch=sketch, offset=offset, factor=factor):
-            q = append(q * factor[:, None].to(q.dtype), offset.to(q.dtype))
-            return sketch(q, append(k, 1.0))
-
-        def flat(form):
-            return lambda: torch.cat([x.flatten() for x in form()])
-
-        def whole(q=q, k=k, v=v, offset=offset, ours=ours):
-            return polysketch(q, k, v, *ours(), offset=offset, keep_state=not torch.is_grad_enabled())[0]
-
-        for mine, other in zip(ours(), plain()):
-            error = ((mine.float() - other.float()).norm() / other.float().norm()).item()
-            if not error < 1e-2:
-                print(f"WRONG learned sketch r {r}: {error:.1e} from PyTorch's")
-        used = [q, k, *sketch.parameters(), offset, factor]
-        row(result, f"learned sketch r {r}, Triton", flat(ours), used)
-        row(result, f"learned sketch r {r}, torch", flat(plain), used)
-        row(result, f"polysketch r {r} 1x32768 with sketch", whole, leaves, every=True)
-
-
-def decoding(result: dict) -> None:
-    """One step of 1 and 64 documents in a CUDA graph, and what its bytes take at 4.26 TB/s."""
+def decoding(result: dict) -> Iterator[None]:
     for r, B in ((32, 1), (32, 64), (64, 64)):
-        tensors = inputs(B, 512, r=r, dtype=torch.bfloat16, **MISTRAL)
-        block, window, sinks, _, _ = [*SOFT, 1, 4]
-        rule = {"local": "softmax", "block": block, "window": window, "sinks": sinks}
-        with torch.no_grad():
-            _, state = polysketch(*tensors, **rule)
-            token = [x[:, :1].contiguous() for x in tensors]
+        try:
+            decode(result, r, B)
+        except Exception as error:
+            print(f"decode r {r} B {B}: {type(error).__name__} {str(error)[:300]}", flush=True)
+        yield
 
-            def run(token=token, state=state, rule=rule):
-                return polysketch(*token, state=state, **rule)
 
-            try:
-                run()
-                graph = torch.cuda.CUDAGraph()
-                with torch.cuda.graph(graph):
-                    run()
-            except Exception as error:
-                print(f"decode r {r} B {B}: {type(error).__name__} {str(error)[:300]}", flush=True)
-                continue
-            wall, eager = bench(graph.replay), bench(run)
-        size = 2 * sum(x.nbytes for x in state)  # read, and written anew
-        result[f"decode r {r} B {B}"] = {"graph": wall, "eager": eager, "bytes": size}
-        print(
-            f"decode r {r} B {B}: graph {wall:.4f}, eager {eager:.4f}, bytes' {size / 4.26e9:.4f}", flush=True
-        )
+def decode(result: dict, r: int, B: int) -> None:
+    """One step of B documents in a CUDA graph, and what its bytes take at 4.26 TB/s."""
+    tensors = inputs(B, 512, r=r, dtype=torch.bfloat16, **MISTRAL)
+    block, window, sinks, _, _ = [*SOFT, 1, 4]
+    rule = {"local": "softmax", "block": block, "window": window, "sinks": sinks, "backend": "triton"}
+    with torch.no_grad():
+        _, state = polysketch(*tensors, **rule)
+        token = [x[:, :1].contiguous() for x in tensors]
+
+        def run():
+            return polysketch(*token, state=state, **rule)
+
+        run()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            run()
+        wall, eager = bench(graph.replay), bench(run)
+    size = 2 * sum(x.nbytes for x in state)  # read, and written anew
+    result[f"decode r {r} B {B}"] = {"graph": wall, "eager": eager, "bytes": size}
+    print(f"decode r {r} B {B}: graph {wall:.4f}, eager {eager:.4f}, bytes' {size / 4.26e9:.4f}", flush=True)
 
 
 def sketch_runners(T: int, r: int) -> dict:
@@ -601,50 +646,179 @@ def sketch_variants(result: dict) -> None:
         result[f"sketch {kernel}"] = times
 
 
-def warm(claims: Path, quick: bool, tiles: bool) -> None:
-    """Compiles what no other process has claimed in a folder, by running it small; the longest first."""
-    jobs = [("steps", None, None), ("packed", None, None), ("decoding", None, None)]
-    jobs += [("whole", r, block) for r, block in (SHORT if quick else WHOLE)]
-    different = {case[2:]: case for case in (QUICK if quick else CASES)}  # kernels do not depend on T
-    jobs += [("case", case, dtype) for dtype in CAPS for case in different.values()]
+class Job(NamedTuple):
+    """A check, or something run small so that its kernels are compiled: no lines mean that all is well."""
+
+    name: str
+    run: Callable[[], list[str] | None]
+
+
+def jobs(quick: bool, tiles: bool) -> list[Job]:
+    """What all processes do, in this order: the same list in each."""
+    names = {dtype: str(dtype).removeprefix("torch.") for dtype in CAPS}
+    found = []
+    for dtype in reversed(CAPS):  # float32 takes longest to compile
+        for cases in families(QUICK if quick else CASES, dtype):
+            name = f"{names[dtype]} {cases[0][2:]} T {' '.join(str(case[1]) for case in cases)}"
+            found.append(Job(name, functools.partial(check_all, cases, dtype)))
+    found.append(Job("constant keys", constant_keys))
+    found.append(Job("a later token", later_token))
+    for local in ("power", "softmax"):
+        found.append(Job(f"packed {local}", functools.partial(packed_document, local)))
+    found += [Job(f"sketch {names[dtype]}", functools.partial(check_sketch, dtype)) for dtype in CAPS]
+    for several in (False, True):
+        for local in ("power", "softmax"):
+            for dtype in reversed(CAPS):
+                name = f"{'continued' if several else 'step'} {local} {names[dtype]}"
+                found.append(Job(name, functools.partial(more_tokens, local, dtype, several)))
+
+    def compiled(name: str, run: Callable[[], object]) -> None:
+        found.append(Job(f"compile {name}", lambda: run() and None))
+
+    for r, block in SHORT if quick else WHOLE:
+        T = 10 * max(block, block_kernels.CHUNK)
+        compiled(f"r {r} block {block}", lambda r=r, block=block, T=T: once(*powers(r, block, 1, T)))
+        if block == 256:
+            compiled(f"r {r} softmax", lambda r=r: once(*windowed(r, 2560)))
+    compiled("packed", lambda: once(*windowed(32, 2560, 160)))
+    compiled("with sketch", lambda: once(*sketched(32, 2560)["with sketch"]))
+    for r in (32, 64):
+        compiled(f"decode r {r}", lambda r=r: decode({}, r, 1))
     if quick:
-        jobs += [
-            (soft, kernel, cut) for soft in TRIED for kernel in TRIED[soft] for cut in TRIED[soft][kernel]
-        ]
-    jobs += [("sketch", kernel, cut) for kernel, cuts in SKETCH_TILES.items() for cut in cuts]
+        shipped = plan(torch.bfloat16, 128)._asdict()
+        for soft, kernel, cut in ((a, b, c) for a in TRIED for b in TRIED[a] for c in TRIED[a][b]):
+            if cut != shipped[kernel]:
+                compiled(f"{kernel} {cut}", lambda k=kernel, c=cut, soft=soft: tile(k, c, (soft,)))
+    for kernel, cut in ((a, b) for a in SKETCH_TILES for b in SKETCH_TILES[a]):
+        compiled(f"sketch {kernel} {cut}", lambda k=kernel, c=cut: sketch_launch(k, c, 512))
     if tiles:
-        jobs += [("tiles", kernel, cut) for kernel, cuts in VARIANTS.items() for cut in cuts]
-    for index, (kind, a, b) in enumerate(jobs):
+        for kernel, cut in ((a, b) for a in VARIANTS for b in VARIANTS[a]):
+            compiled(f"{kernel} {cut}", lambda k=kernel, c=cut: tile(k, c))
+    return found
+
+
+def once(run: Callable[[], torch.Tensor], leaves: list[torch.Tensor]) -> None:
+    with torch.no_grad():
+        o = run()
+    torch.autograd.grad(run(), leaves, torch.zeros_like(o))
+
+
+def sketch_launch(kernel: str, cut: tuple, T: int) -> None:
+    shipped = dict(sketch_kernels.TILES)
+    sketch_kernels.TILES[kernel] = cut
+    sketch_runners(T, 32)[kernel]()
+    sketch_kernels.TILES.update(shipped)
+
+
+def tile(kernel: str, cut: tuple, near: tuple[bool, ...] = (False, True)) -> None:
+    for soft in near:
+        if kernel in (launch := runners(1, 2560, 32, 256, soft)):
+            launch[kernel](Tiles(*cut))
+
+
+def work(claims: Path, quick: bool, tiles: bool) -> None:
+    """Does what no other process has claimed in a folder, and leaves there what was wrong and the seconds."""
+    for index, job in enumerate(jobs(quick, tiles)):
+        mine = claims / str(index)
         try:
-            (claims / str(index)).mkdir()
-            if kind == "case":
-                check(a, b)
-            elif kind == "sketch":
-                sketch_kernels.TILES[a] = b
-                for run in sketch_runners(512, 32).values():
-                    run()
-            elif kind == "tiles":
-                for soft in (False, True):
-                    if a in (launch := runners(1, 512, 32, 256, soft)):
-                        launch[a](Tiles(*b))
-            elif kind == "packed":
-                leaves = [x.requires_grad_() for x in inputs(1, 512, r=32, dtype=torch.bfloat16, **MISTRAL)]
-                scale = torch.zeros(1, 512, 32, device="cuda")
-                softly(leaves, scale, documents(4, 128)).sum().backward()
-            elif kind == "steps":
-                steps()
-            elif kind == "decoding":
-                decoding({})
-            elif isinstance(kind, bool):
-                runners(1, 512, 32, 256, kind)[a](Tiles(*b))
-            else:
-                leaves = [x.requires_grad_() for x in inputs(1, 2 * b, r=a, dtype=torch.bfloat16, **MISTRAL)]
-                given = {"block": b, "offset": torch.rand(32, device="cuda"), "keep_state": False}
-                polysketch(*leaves, **given)[0].sum().backward()
-                if b == WHOLE[0][1]:
-                    softly(leaves, torch.zeros(1, 2 * b, 32, device="cuda")).sum().backward()
-        except Exception:
-            continue  # the main process meets it again and says so
+            mine.mkdir()
+        except FileExistsError:
+            continue
+        start = time.perf_counter()
+        with (mine / "stack").open("w") as stack:
+            faulthandler.dump_traceback_later(STUCK, repeat=True, file=stack)
+            try:
+                with contextlib.redirect_stdout(None):
+                    wrong = job.run() or []
+                    torch.cuda.synchronize()
+            except Exception as error:
+                wrong = [f"{type(error).__name__}: {str(error)[:300]}"]
+            faulthandler.cancel_dump_traceback_later()
+        (mine / "part").write_text(json.dumps([wrong, time.perf_counter() - start]))
+        (mine / "part").rename(mine / "done")
+
+
+class Clock:
+    """Seconds since the start; beyond the limit there is nothing to wait for."""
+
+    def __init__(self, limit: float | None) -> None:
+        self.start, self.limit = time.perf_counter(), limit
+
+    def now(self) -> float:
+        return time.perf_counter() - self.start
+
+    def over(self, share: float = 1.0) -> bool:
+        return self.limit is not None and self.now() > share * self.limit
+
+
+def checked(arguments: argparse.Namespace, clock: Clock) -> dict:
+    """Runs all jobs in processes, printing what each finds; those that take too long are stopped."""
+    todo = jobs(arguments.quick, not arguments.no_variants)
+    flags = [f"--{name}" for name in ("quick", "no-variants") if getattr(arguments, name.replace("-", "_"))]
+    told: dict[int, list] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        command = [sys.executable, __file__, "--work", folder, *flags]
+        workers = [subprocess.Popen(command) for _ in range(arguments.processes)]
+        prepare()
+
+        def tell() -> None:
+            for index, job in enumerate(todo):
+                done = Path(folder, str(index), "done")
+                if index not in told and done.exists():
+                    told[index] = wrong, seconds = json.loads(done.read_text())
+                    state = "WRONG" if wrong else "ok   "
+                    if wrong or not job.name.startswith("compile"):
+                        line = f"{clock.now():5.1f} {state} {seconds:5.1f} s {job.name}"
+                        print(line, "; ".join(wrong), flush=True)
+
+        while any(worker.poll() is None for worker in workers) and not clock.over(0.7):
+            tell()
+            time.sleep(0.1)
+        for worker in workers:
+            worker.kill()
+            if worker.wait() not in (0, -9):
+                print(f"a process ended with {worker.returncode}", flush=True)
+        tell()
+        for index, job in enumerate(todo):
+            if index not in told:
+                begun = Path(folder, str(index), "stack")
+                print(f"NOT FINISHED {job.name}", "" if begun.exists() else "(not begun)", flush=True)
+                if begun.exists():
+                    print("".join(begun.read_text().splitlines(keepends=True)[-12:])[-1200:], flush=True)
+    checks = {i: job for i, job in enumerate(todo) if not job.name.startswith("compile")}
+    wrong = sum(bool(told[i][0]) for i in checks if i in told)
+    unknown = sum(i not in told for i in checks)
+    print(f"correctness: {len(checks)} groups, {wrong} wrong, {unknown} not finished", flush=True)
+    print(f"checked after {clock.now():.0f} s", flush=True)
+    return {todo[i].name: {"wrong": w, "seconds": s} for i, (w, s) in told.items()}
+
+
+def prepare() -> None:
+    """What the first call of all would wait for, while others compile."""
+    torch.zeros(1, device="cuda")
+    with torch.no_grad(), contextlib.suppress(Exception):
+        profiled(lambda: torch.zeros(1, device="cuda"))
+
+
+def timed(result: dict, arguments: argparse.Namespace, clock: Clock) -> Iterator[None]:
+    if not arguments.no_variants:
+        fastest = variants(result)
+        print(f"fastest: {fastest}", flush=True)
+        result["fastest"] = str(fastest)
+        shipped = block_kernels.plan
+        block_kernels.plan = lambda dtype, widest: (
+            fastest if dtype == torch.bfloat16 and widest == 128 else shipped(dtype, widest)
+        )
+    yield from operations(result, arguments.quick)
+    yield sketch_variants(result)
+    if arguments.quick:
+        yield from quick_variants(result)
+
+
+def save(result: dict, out: Path | None) -> None:
+    if out:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "polysketch.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def main() -> None:
@@ -654,40 +828,36 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="few cases and shapes, no variants")
     parser.add_argument("--no-variants", action="store_true", help="only the shipped tiles")
-    parser.add_argument("--processes", type=int, default=15)
-    parser.add_argument("--warm", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--processes", type=int, default=16)
+    parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop after so long (never)")
+    parser.add_argument("--work", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.warm is not None:
-        with contextlib.redirect_stdout(None):
-            return warm(arguments.warm, arguments.quick, not arguments.no_variants)
-    start = time.perf_counter()
     arguments.no_variants |= arguments.quick
-    flags = [f"--{name}" for name in ("quick", "no-variants") if getattr(arguments, name.replace("-", "_"))]
-    with tempfile.TemporaryDirectory() as claims:
-        command = [sys.executable, __file__, "--warm", claims, *flags]
-        for worker in [subprocess.Popen(command) for _ in range(arguments.processes)]:
-            worker.wait()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
-    print(f"compiled in {time.perf_counter() - start:.0f} s", flush=True)
-    result: dict = {"wrong": correctness(QUICK if arguments.quick else CASES)}
-    print(f"checked after {time.perf_counter() - start:.0f} s", flush=True)
-    if not arguments.no_variants:
-        fastest = variants(result)
-        print(f"fastest: {fastest}", flush=True)
-        result["fastest"] = str(fastest)
-        shipped = block_kernels.plan
-        block_kernels.plan = lambda dtype, widest: (
-            fastest if dtype == torch.bfloat16 and widest == 128 else shipped(dtype, widest)
-        )
-    if arguments.quick:
-        quick_variants(result)
-    sketch_variants(result)
-    operations(result, arguments.quick)
-    decoding(result)
-    print(f"total {time.perf_counter() - start:.0f} s")
-    if arguments.out:
-        arguments.out.mkdir(parents=True, exist_ok=True)
-        (arguments.out / "polysketch.json").write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    if arguments.work is not None:
+        return work(arguments.work, arguments.quick, not arguments.no_variants)
+    clock, result = Clock(arguments.limit), {}
+
+    def stop() -> None:  # whatever the main thread waits for
+        faulthandler.dump_traceback()
+        print(f"stopped at {clock.now():.0f} s", flush=True)
+        save(dict(result), arguments.out)
+        os._exit(3)
+
+    if arguments.limit is not None:
+        guard = threading.Timer(arguments.limit + 3, stop)
+        guard.daemon = True
+        guard.start()
+    print(f"torch {torch.__version__}, triton {triton.__version__}", flush=True)
+    result["checks"] = checked(arguments, clock)
+    faulthandler.dump_traceback_later(STUCK, repeat=True)
+    for _ in timed(result, arguments, clock):
+        faulthandler.dump_traceback_later(STUCK, repeat=True)  # counts anew
+        if clock.over():
+            print("stopped: the limit is reached", flush=True)
+            break
+    faulthandler.cancel_dump_traceback_later()
+    print(f"{torch.cuda.get_device_name()}; total {clock.now():.0f} s", flush=True)
+    save(result, arguments.out)
 
 
 if __name__ == "__main__":

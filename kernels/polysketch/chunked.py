@@ -40,6 +40,7 @@ except ImportError:  # no triton
     polysketch_triton = step_triton = unsupported = None
 
 SEGMENT = 512  # tokens whose features exist at once
+PROVEN = ("training", "packed")  # what takes the kernels unasked; "step" and "continued" await a GPU's check
 
 
 class PolySketchState(NamedTuple):
@@ -133,8 +134,9 @@ def polysketch(
         cu_seqlens: [N + 1], documents packed in one row (B = 1); excludes state and lengths.
         lengths: [B] int64, real tokens of each row; those after them are ignored, and their outputs 0.
         keep_state: whether the state after the last token is wanted.
-        backend: "triton", "torch", or None: triton for CUDA tensors wherever it can (`why_not_triton`). The
-            kernels take all operands in q's dtype, and a state, given or returned, carries no gradient.
+        backend: "triton", "torch", or None: triton for CUDA tensors wherever it can (`why_not_triton`) and is
+            PROVEN. The kernels take all operands in q's dtype, and a state, given or returned, carries no
+            gradient.
 
     Returns:
         o [B, T, HQ, E] in v's dtype, and the state after the last token, or None. Sums are float32, for
@@ -162,6 +164,10 @@ def polysketch(
         elif cu_seqlens is not None:
             given["cu_seqlens and more than one row"] = True if B > 1 else None
         reason = why_not_triton(q, k, v, phi_q, rule, given)
+        path = "step" if step else "continued" if before is not None else "training"
+        path = "packed" if cu_seqlens is not None and before is None else path
+        if backend is None and path not in PROVEN:
+            reason = f"{path}, which no GPU has proven"
         if reason is None and step:
             o, state = _step_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule)
             return o, state if keep_state else None
