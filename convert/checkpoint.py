@@ -21,7 +21,7 @@ from unsoftmax.convert.load import tokenizer as load_tokenizer
 from unsoftmax.convert.measure import token_ids, token_rows
 from unsoftmax.convert.model import CONVERTED_MODELS
 from unsoftmax.convert.remote_code import write_remote_code
-from unsoftmax.convert.share import can_share, share_slots, shares_slots
+from unsoftmax.convert.share import can_share, share_slots, shares_slots, sharing_bytes
 from unsoftmax.convert.source import PIECE_BYTES, Source, open_source
 from unsoftmax.convert.start import ROW_TOKENS, start_layers
 from unsoftmax.convert.verify import Check, sample_rows, verify_conversion
@@ -54,6 +54,14 @@ class Conversion:
     def mixers(self) -> dict[int, Mixer]:
         found = {i: layer.self_attn for i, layer in enumerate(self.model.model.layers)}
         return {i: mixer for i, mixer in found.items() if isinstance(mixer, Mixer)}
+
+    @property
+    def sharing(self) -> dict[int, GatedSlotAttention]:
+        """The layers among whose heads the recipe has slots shared out."""
+        if not self.recipe.calibration.sharing_tokens:
+            return {}
+        slots = {i: m for i, m in self.mixers.items() if isinstance(m, GatedSlotAttention)}
+        return {i: mixer for i, mixer in slots.items() if shares_slots(mixer)}
 
 
 def convert_checkpoint(
@@ -242,6 +250,7 @@ def _budget_lines(job: Conversion, verify: bool) -> list[str]:
     lines = [
         "budget",
         f"  output {_gib(_output_bytes(job))}   peak memory about {_gib(peak_bytes(job))} to write"
+        + (f", {_gib(sharing_bytes(job.source))} to share slots out" if job.sharing else "")
         + (f", {_gib(verify_bytes(job))} to verify" if verify else ""),
         f"  parameters {total:,} + {job.plan.num_new:,} new ({100 * job.plan.num_new / total:.3f} %)",
     ]
@@ -361,9 +370,8 @@ def _start(
 
 def _share(job: Conversion, new: dict[str, torch.Tensor], say: Callable[[str], None]) -> None:
     """Write into the configuration how many slots each head has, where the recipe shares them out."""
-    wanted = job.recipe.calibration.sharing_tokens
-    mixers = {i: m for i, m in job.mixers.items() if isinstance(m, GatedSlotAttention) and shares_slots(m)}
-    if not wanted or not mixers:
+    mixers = job.sharing
+    if not mixers:
         return
     if not can_share(job.source, job.device):
         say(
@@ -371,7 +379,7 @@ def _share(job: Conversion, new: dict[str, torch.Tensor], say: Callable[[str], N
             "pickled weights); --set calibration.sharing_tokens=0 asks for that"
         )
         return
-    rows = calibration_rows(job.source, job.recipe, wanted, whole=True)
+    rows = calibration_rows(job.source, job.recipe, job.recipe.calibration.sharing_tokens, whole=True)
     for layer, slots in share_slots(job.source, mixers, new, rows, device=job.device, say=say).items():
         job.config.layer_mixers[layer]["num_slots"] = list(slots)
     every = sorted(n for layer in mixers for n in job.config.layer_mixers[layer]["num_slots"])

@@ -41,9 +41,13 @@ def can_share(source: Source, device: torch.device) -> bool:
     """Whether the teacher can be loaded whole, and run forward and backward in the memory that is free."""
     if any(entry.start is None for entry in source.entries.values()):
         return False  # pickles are read tensor by tensor
-    parameters = sum(math.prod(entry.shape) for entry in source.entries.values())
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    return BYTES_PER_PARAMETER * parameters < 0.9 * free
+    return sharing_bytes(source) < 0.9 * free
+
+
+def sharing_bytes(source: Source) -> int:
+    """About what the teacher takes, forward and backward."""
+    return BYTES_PER_PARAMETER * sum(math.prod(entry.shape) for entry in source.entries.values())
 
 
 def sizes_of(options: GSAOptions) -> list[int]:

@@ -198,6 +198,7 @@ def test_a_conversion_deals_slots_the_same_each_time_and_the_result_opens_and_sp
     out, said = convert(here, tmp_path / "a", 512)
     every = [m for layer in slots(out) for m in layer]
     assert len(every) == 6 and len(set(every)) > 1 and sum(every) <= 6 * 16
+    assert any("to share slots out" in line for line in said)
     assert any("slots a head: mean" in line and f"to {max(every)}" in line for line in said)
     again, _ = convert(here, tmp_path / "b", 512)
     assert slots(again) == slots(out)
@@ -214,7 +215,8 @@ def test_a_conversion_deals_slots_the_same_each_time_and_the_result_opens_and_sp
 
 def test_without_tokens_to_share_by_every_head_has_as_many_and_the_same_weights(here, tmp_path):
     even, said = convert(here, tmp_path / "even", 0)
-    assert slots(even) == [16] * 3 and not any(line.startswith("  share") for line in said)
+    assert slots(even) == [16] * 3
+    assert not any(line.startswith("  share") or "to share slots out" in line for line in said)
     dealt, _ = convert(here, tmp_path / "dealt", 256)
     ours, theirs = (load_file(folder / "model.safetensors") for folder in (even, dealt))
     assert ours.keys() == theirs.keys() and all(torch.equal(ours[n], theirs[n]) for n in ours)
