@@ -203,7 +203,7 @@ class Engine:
         self._names = [n.removeprefix(PREFIX) for n, _ in objective.named_parameters()]
         self._seen = torch.zeros(len(self._names), device=place.device)
         for i, p in enumerate(objective.parameters()):
-            if p.requires_grad:  # a mixer may keep a part as it was fitted
+            if p.requires_grad:
                 p.register_hook(self._watch(i))
         groups = parameter_groups(objective, recipe)
         self._scales = [g["lr_scale"] for g in groups]
