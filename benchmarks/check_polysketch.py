@@ -724,7 +724,7 @@ def work(claims: Path, quick: bool, tiles: bool) -> None:
             mine.mkdir()
         except FileExistsError:
             continue
-        start = time.perf_counter()
+        start, broken = time.perf_counter(), False
         with (mine / "stack").open("w") as stack:
             faulthandler.dump_traceback_later(STUCK, repeat=True, file=stack)
             try:
@@ -733,9 +733,12 @@ def work(claims: Path, quick: bool, tiles: bool) -> None:
                     torch.cuda.synchronize()
             except Exception as error:
                 wrong = [f"{type(error).__name__}: {str(error)[:300]}"]
+                broken = "CUDA error" in str(error)  # which every later call of this process would meet again
             faulthandler.cancel_dump_traceback_later()
         (mine / "part").write_text(json.dumps([wrong, time.perf_counter() - start]))
         (mine / "part").rename(mine / "done")
+        if broken:
+            return
 
 
 class Clock:
@@ -779,12 +782,14 @@ def checked(arguments: argparse.Namespace, clock: Clock) -> dict:
             if worker.wait() not in (0, -9):
                 print(f"a process ended with {worker.returncode}", flush=True)
         tell()
-        for index, job in enumerate(todo):
-            if index not in told:
-                begun = Path(folder, str(index), "stack")
-                print(f"NOT FINISHED {job.name}", "" if begun.exists() else "(not begun)", flush=True)
-                if begun.exists():
-                    print("".join(begun.read_text().splitlines(keepends=True)[-12:])[-1200:], flush=True)
+        waiting = 0
+        for index in set(range(len(todo))) - set(told):
+            begun = Path(folder, str(index), "stack")
+            waiting += not begun.exists()
+            if begun.exists():
+                print(f"NOT FINISHED {todo[index].name}", begun.read_text()[-900:], sep="\n", flush=True)
+        if waiting:
+            print(f"{waiting} jobs not begun", flush=True)
     checks = {i: job for i, job in enumerate(todo) if not job.name.startswith("compile")}
     wrong = sum(bool(told[i][0]) for i in checks if i in told)
     unknown = sum(i not in told for i in checks)
