@@ -423,7 +423,7 @@ def quick_variants(result: dict) -> Iterator[None]:
                 yield compare(result, f"r {r} {'softmax ' * soft}{kernel}", run, cuts)
 
 
-def both(run, leaves, every: bool) -> tuple[float, float, float]:
+def both(run, leaves) -> tuple[float, float, float]:
     """Forward and forward + backward in ms, and the peak memory above the inputs in MiB."""
     with torch.no_grad():
         forward = bench(run)
@@ -439,11 +439,7 @@ def both(run, leaves, every: bool) -> tuple[float, float, float]:
     step()
     torch.cuda.synchronize()
     peak = (torch.cuda.max_memory_allocated() - before) / 2**20
-    wall = bench(step, 120)
-    with torch.no_grad():
-        launches("forward", run, forward)
-    launches("forward + backward", step, wall, every)
-    return forward, wall, peak
+    return forward, bench(step, 120), peak
 
 
 def profiled(run) -> tuple[dict[str, tuple[int, float]], float]:
@@ -465,18 +461,33 @@ def profiled(run) -> tuple[dict[str, tuple[int, float]], float]:
     return kernels, host
 
 
-def launches(label: str, run, wall: float, every: bool = False) -> None:
-    """What a call's kernels take in all, beside what it takes from outside and on the host."""
+def launches(label: str, run) -> None:
+    """What a call's kernels take, in all and one by one, and how long the host takes to launch them."""
     try:
         kernels, host = profiled(run)
     except Exception as error:
         print(f"{label}: not profiled: {type(error).__name__} {str(error)[:200]}", flush=True)
         return
     count, total = (sum(x) for x in zip(*kernels.values()))
-    print(f"  {label}: {count} kernels {total:.3f}, wall {wall:.3f}, host {host:.3f}", flush=True)
-    if every:
-        for name, (count, total) in sorted(kernels.items(), key=lambda x: -x[1][1])[:22]:
-            print(f"    {total:7.3f} x{count:<3d} {name[:90]}", flush=True)
+    print(f"{label}: {count} kernels {total:.3f}, host {host:.3f}", flush=True)
+    for name, (count, total) in sorted(kernels.items(), key=lambda x: -x[1][1])[:14]:
+        print(f"    {total:7.3f} x{count:<3d} {name[:60]}", flush=True)
+
+
+def profiles() -> Iterator[None]:
+    for name, (run, leaves) in (
+        ("r 32 1x32768 with sketch", sketched(32, 32768)["with sketch"]),
+        ("r 32 softmax window 1x32768", windowed(32, 32768)),
+    ):
+        with torch.no_grad():
+            do = torch.randn_like(run())
+            launches(f"{name} forward", run)
+        yield
+
+        def step(run=run, leaves=leaves, do=do):
+            torch.autograd.grad(run(), leaves, do)
+
+        yield launches(f"{name} forward + backward", step)
 
 
 def softly(leaves, scale, cu=None):
@@ -545,7 +556,7 @@ def operations(result: dict, quick: bool) -> Iterator[None]:
     """Whole operations, the most wanted first."""
     yield row(result, "r 32 block 256 1x32768", *powers(32, 256, 1, 32768))
     for name, one in sketched(32, 32768).items():
-        yield row(result, f"r 32 1x32768 {name}", *one, every=name == "with sketch")
+        yield row(result, f"r 32 1x32768 {name}", *one)
     yield row(result, "r 32 softmax window 1x32768", *windowed(32, 32768))
     yield softmax(result, 1, 32768, "cuDNN")
     yield from decoding(result)
@@ -583,9 +594,9 @@ def softmax(result: dict, B: int, T: int, name: str) -> None:
     row(result, f"softmax {name} {B}x{T}", run, leaves)
 
 
-def row(result, name, run, leaves, every: bool = False) -> None:
+def row(result, name, run, leaves) -> None:
     try:
-        forward, step, peak = both(run, leaves, every)
+        forward, step, peak = both(run, leaves)
     except Exception as error:
         print(f"{name}: {type(error).__name__} {str(error)[:300]}", flush=True)
         return
@@ -762,7 +773,7 @@ def checked(arguments: argparse.Namespace, clock: Clock) -> dict:
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--work", folder, *flags]
         workers = [subprocess.Popen(command) for _ in range(arguments.processes)]
-        prepare()
+        torch.zeros(1, device="cuda")  # starts the GPU meanwhile
 
         def tell() -> None:
             for index, job in enumerate(todo):
@@ -798,13 +809,6 @@ def checked(arguments: argparse.Namespace, clock: Clock) -> dict:
     return {todo[i].name: {"wrong": w, "seconds": s} for i, (w, s) in told.items()}
 
 
-def prepare() -> None:
-    """What the first call of all would wait for, while others compile."""
-    torch.zeros(1, device="cuda")
-    with torch.no_grad(), contextlib.suppress(Exception):
-        profiled(lambda: torch.zeros(1, device="cuda"))
-
-
 def timed(result: dict, arguments: argparse.Namespace, clock: Clock) -> Iterator[None]:
     if not arguments.no_variants:
         fastest = variants(result)
@@ -818,6 +822,7 @@ def timed(result: dict, arguments: argparse.Namespace, clock: Clock) -> Iterator
     yield sketch_variants(result)
     if arguments.quick:
         yield from quick_variants(result)
+    yield from profiles()  # last: a profiler may hang
 
 
 def save(result: dict, out: Path | None) -> None:
