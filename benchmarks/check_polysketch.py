@@ -413,7 +413,7 @@ def compare(result: dict, label: str, run, cuts) -> dict:
     return times
 
 
-def quick_variants(result: dict) -> Iterator[None]:
+def quick_variants(result: dict) -> Iterator[object]:
     """The tiles in question, and what the kernels of other sketch sizes take as shipped."""
     shipped = plan(torch.bfloat16, 128)._asdict()
     for r, soft in ((32, False), (32, True), (16, False), (64, False)):
@@ -684,7 +684,7 @@ def jobs(quick: bool, tiles: bool) -> list[Job]:
                 found.append(Job(name, functools.partial(more_tokens, local, dtype, several)))
 
     def compiled(name: str, run: Callable[[], object]) -> None:
-        found.append(Job(f"compile {name}", lambda: run() and None))
+        found.append(Job(f"compile {name}", lambda: run() and []))
 
     for r, block in SHORT if quick else WHOLE:
         T = 10 * max(block, block_kernels.CHUNK)
@@ -744,7 +744,7 @@ def work(claims: Path, quick: bool, tiles: bool) -> None:
                     torch.cuda.synchronize()
             except Exception as error:
                 wrong = [f"{type(error).__name__}: {str(error)[:300]}"]
-                broken = "CUDA error" in str(error)  # which every later call of this process would meet again
+                broken = any(x in wrong[0] for x in ("CUDA error", "illegal", "misaligned"))  # for good, then
             faulthandler.cancel_dump_traceback_later()
         (mine / "part").write_text(json.dumps([wrong, time.perf_counter() - start]))
         (mine / "part").rename(mine / "done")
@@ -809,7 +809,7 @@ def checked(arguments: argparse.Namespace, clock: Clock) -> dict:
     return {todo[i].name: {"wrong": w, "seconds": s} for i, (w, s) in told.items()}
 
 
-def timed(result: dict, arguments: argparse.Namespace, clock: Clock) -> Iterator[None]:
+def timed(result: dict, arguments: argparse.Namespace) -> Iterator[object]:
     if not arguments.no_variants:
         fastest = variants(result)
         print(f"fastest: {fastest}", flush=True)
@@ -860,7 +860,7 @@ def main() -> None:
     print(f"torch {torch.__version__}, triton {triton.__version__}", flush=True)
     result["checks"] = checked(arguments, clock)
     faulthandler.dump_traceback_later(STUCK, repeat=True)
-    for _ in timed(result, arguments, clock):
+    for _ in timed(result, arguments):
         faulthandler.dump_traceback_later(STUCK, repeat=True)  # counts anew
         if clock.over():
             print("stopped: the limit is reached", flush=True)
