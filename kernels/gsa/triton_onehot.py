@@ -1063,7 +1063,7 @@ def slot_attention_triton(
     q, k, v = _plain(q, dtype), _plain(k, dtype), _plain(v, dtype)
     write = write.contiguous()
     bias = None if bias is None else _plain(bias, torch.float32)
-    held = (None,) * 3
+    held: tuple[torch.Tensor | None, torch.Tensor | None, torch.Tensor | None] = (None, None, None)
     if state is not None:
         held = _plain(state.k, dtype), _plain(state.v, dtype), _plain(state.bias, torch.float32)
     M, S, scale = max(sizes), sum(sizes), float(scale)
