@@ -32,14 +32,13 @@ SHAPES = {  # HQ, H, D, E, M
 }
 LENGTHS = [1, 15, 17, 64, 127, 129, 300]
 KERNELS = ("project", "forward", "rows", "dx", "dgate")
-SHIPPED = {name: dict(getattr(triton_tiles, name)) for name in ("HEADS", "WARPS", "REGISTERS", "STAGES")}
+SHIPPED = {name: dict(getattr(triton_tiles, name)) for name in ("HEADS", "WARPS", "STAGES")}
 VARIANTS = [  # what differs from the cut as shipped
     {},
-    {"REGISTERS": dict.fromkeys(KERNELS)},
-    {"REGISTERS": dict.fromkeys(KERNELS, 168)},
-    {"HEADS": {"rows": 2, "dgate": 2}, "REGISTERS": {"rows": 168, "dgate": 168}},
-    {"WARPS": dict.fromkeys(KERNELS, 8), "REGISTERS": dict.fromkeys(("forward", "dx"), 128)},
-    {"STAGES": {"project": 3, "dx": 2, "dgate": 2}, "REGISTERS": {"project": 128, "dx": 128}},
+    {"HEADS": {"rows": 2, "dgate": 2}},
+    {"HEADS": {"rows": 2}},
+    {"WARPS": dict.fromkeys(KERNELS, 8)},
+    {"STAGES": {"project": 3, "dx": 2, "dgate": 2}},
 ]
 PACKED = [0, 1, 34, 34, 170, 300]
 

@@ -1,11 +1,13 @@
 """The Triton kernels of gated slot attention: on a GPU in every dtype, elsewhere in Triton's interpreter."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from test_gsa import GATES, everything, in_dtype, inputs
 from tolerance import assert_all_as_good_as
-from unsoftmax.kernels.gsa import chunked, triton_chunk, triton_tiles
+from unsoftmax.kernels.gsa import chunked, triton_chunk, triton_op, triton_tiles
 from unsoftmax.kernels.gsa.chunked import gsa
 from unsoftmax.kernels.gsa.reference import GSAState, gsa_reference
 
@@ -24,8 +26,8 @@ def short_segments(monkeypatch):
 
 @pytest.fixture(params=["exact pairs", "factored pairs"])
 def pairs(request, monkeypatch) -> str:
-    """Both ways to hold e^{G_i - G_j}, in float32."""
-    monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: request.param == "exact pairs")
+    """Both ways to hold e^{G_i - G_j}, in float32: the kernels of triton_chunk.py and of triton_tiles.py."""
+    monkeypatch.setattr(triton_op, "tiled", lambda dtype: request.param == "factored pairs")
     return request.param
 
 
@@ -54,7 +56,7 @@ def test_output_state_and_gradients_equal_the_definition(mass, device, pairs, sh
 def test_saturated_gates_lose_no_more_than_a_factor_of_e_to_the_minus_10(
     gates, device, monkeypatch, short_segments
 ):
-    monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
+    monkeypatch.setattr(triton_op, "tiled", lambda dtype: True)
     tensors = inputs((1, 40, 2, 1, 16, 16, 16), gates, device, torch.float32)
     gold = everything(gsa_reference, tensors, mass=True)
     ours = everything(triton, in_dtype(tensors, torch.float32), mass=True)
@@ -64,7 +66,7 @@ def test_saturated_gates_lose_no_more_than_a_factor_of_e_to_the_minus_10(
 
 def test_the_gradient_of_a_saturated_gate_is_relatively_exact(device, monkeypatch, short_segments):
     """A layer with a hard choice multiplies it by e^9 (straight-through)."""
-    monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
+    monkeypatch.setattr(triton_op, "tiled", lambda dtype: True)
     tensors = inputs((1, 40, 2, 1, 16, 16, 16), "one slot overwritten a token", device, torch.float32)
     gold = everything(gsa_reference, tensors, mass=True)["dlog_gate"]
     ours = everything(triton, in_dtype(tensors, torch.float32), mass=True)["dlog_gate"]
@@ -73,7 +75,7 @@ def test_the_gradient_of_a_saturated_gate_is_relatively_exact(device, monkeypatc
 
 
 def test_packed_documents_with_states_equal_the_definition(device, monkeypatch, short_segments):
-    monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
+    monkeypatch.setattr(triton_op, "tiled", lambda dtype: True)
     tensors = inputs((1, 61, 4, 2, 8, 8, 6), "soft", device, torch.float32)
     cu = torch.tensor([0, 1, 34, 34, 61], device=device)
     state = GSAState(
@@ -93,10 +95,10 @@ def test_packed_documents_with_states_equal_the_definition(device, monkeypatch, 
 
 @pytest.mark.parametrize("mass", [False, True], ids=["published read", "mass"])
 def test_one_token_after_a_state_equals_the_definition(mass, device):
-    tensors = inputs((2, 1, 6, 2, 12, 20, 5), "soft", device, torch.float32)
-    sizes = (2, 2, 5, 12), (2, 2, 5, 20)
+    tensors = inputs((2, 1, 3, 1, 12, 20, 5), "soft", device, torch.float32)
+    sizes = (2, 1, 5, 12), (2, 1, 5, 20)
     slots = (torch.randn(size, device=device) for size in sizes)
-    state = GSAState(*slots, -torch.rand(2, 2, 5, device=device))
+    state = GSAState(*slots, -torch.rand(2, 1, 5, device=device))
     gold = everything(gsa_reference, tensors, mass=mass, state=GSAState(*(x.double() for x in state)))
     kept = [x.clone() for x in state]
     ours, plain = (
@@ -121,7 +123,7 @@ def test_one_token_after_slots_in_16_bits_leaves_slots_in_16_bits(backend, devic
 
 
 def test_a_later_token_changes_no_earlier_output(device, monkeypatch, short_segments):
-    monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
+    monkeypatch.setattr(triton_op, "tiled", lambda dtype: True)
     tensors = in_dtype(inputs((1, 70, 2, 1, 16, 16, 16), "soft", device, torch.float32), torch.float32)
     whole, _ = triton(*tensors, mass=True)
     for n in (1, 17, 64, 69):
@@ -137,19 +139,55 @@ def test_a_backend_that_cannot_says_so(device):
         gsa(*tensors, backend="cuda")
 
 
+class OnCuda(torch.Tensor):
+    device = torch.device("cuda")
+
+
+CHIPS = {  # torch.version.hip, compute capability: whether the kernels run there
+    "NVIDIA's, Hopper": (None, 9, True),
+    "NVIDIA's, Ampere": (None, 8, True),
+    "NVIDIA's, before Ampere": (None, 7, False),
+    "AMD's": ("7.0", 9, False),
+}
+
+
+def pretend(monkeypatch, chip: str) -> bool:
+    hip, major, runs = CHIPS[chip]
+    monkeypatch.setattr(torch.version, "hip", hip)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(major=major))
+    return runs
+
+
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
-def test_triton_is_chosen_unasked_only_on_cuda_in_a_dtype_that_is_proven(dtype, monkeypatch):
-    monkeypatch.setattr(chunked, "PROVEN", (torch.float16,))
-
-    class OnCuda(torch.Tensor):
-        device = torch.device("cuda")
-
+def test_triton_is_chosen_unasked_only_in_bfloat16_on_a_gpu_of_nvidia(dtype, chip, monkeypatch):
     tensors = in_dtype(inputs((1, 3, 2, 1, 4, 4, 4), "soft", torch.device("cpu"), dtype), dtype)
     assert not chunked._use_triton(None, *tensors)
     assert chunked._use_triton("triton", *tensors)
+    runs = pretend(monkeypatch, chip)
     tensors[0] = tensors[0].as_subclass(OnCuda)
-    assert chunked._use_triton(None, *tensors) == (dtype == torch.float16)
+    assert chunked._use_triton(None, *tensors) == (runs and dtype == torch.bfloat16)
     assert not chunked._use_triton("torch", *tensors)
+
+
+@pytest.mark.parametrize(("D", "M"), [(4, 65), (129, 4)], ids=["many slots", "wide heads"])
+@pytest.mark.parametrize("chip", CHIPS)
+def test_large_calls_are_for_triton_unasked_only_where_shared_memory_is_large(chip, D, M, monkeypatch):
+    tensors = in_dtype(inputs((1, 3, 2, 1, D, 4, M), "soft", torch.device("cpu")), torch.bfloat16)
+    pretend(monkeypatch, chip)
+    tensors[0] = tensors[0].as_subclass(OnCuda)
+    assert chunked._use_triton(None, *tensors) == (chip == "NVIDIA's, Hopper")
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+def test_triton_that_is_asked_for_on_another_chip_says_what_it_needs(chip, monkeypatch):
+    tensors = in_dtype(inputs((1, 3, 2, 1, 4, 4, 4), "soft", torch.device("cpu")), torch.bfloat16)
+    tensors[0] = tensors[0].as_subclass(OnCuda)
+    if pretend(monkeypatch, chip):
+        assert chunked._use_triton("triton", *tensors)
+    else:
+        with pytest.raises(ValueError, match=r"needs an NVIDIA GPU of compute capability 8\.0 or later"):
+            chunked._use_triton("triton", *tensors)
 
 
 @pytest.mark.gpu
@@ -200,18 +238,19 @@ def fenced(monkeypatch):
     monkeypatch.setattr(builder, "create_masked_store", fenced_store)
 
 
-FENCED = {  # tokens, documents
-    "one token": (1, None),
-    "a block and a token": (17, None),
-    "a segment and a token": (129, None),
-    "documents": (61, [0, 1, 34, 34, 61]),
+FENCED = {  # pairs in factors, tokens, documents
+    "one token": (True, 1, None),
+    "a block and a token": (True, 17, None),
+    "a segment and a token": (True, 129, None),
+    "documents": (True, 61, [0, 1, 34, 34, 61]),
+    "documents, exact pairs": (False, 21, [0, 1, 18, 18, 21]),
 }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compute-sanitizer's work on a GPU")
-@pytest.mark.parametrize(("T", "cuts"), FENCED.values(), ids=FENCED)
-def test_kernels_touch_no_byte_outside_their_tensors(T, cuts, device, monkeypatch, fenced):
-    monkeypatch.setattr(triton_chunk, "exact_pairs", lambda dtype: False)
+@pytest.mark.parametrize(("factored", "T", "cuts"), FENCED.values(), ids=FENCED)
+def test_kernels_touch_no_byte_outside_their_tensors(factored, T, cuts, device, monkeypatch, fenced):
+    monkeypatch.setattr(triton_op, "tiled", lambda dtype: factored)
     tensors = in_dtype(inputs((1, T, 4, 1, 20, 24, 12), "soft", device, torch.float32), torch.float32)
     cu = None if cuts is None else torch.tensor(cuts)
     found = everything(triton, tensors, mass=True, cu_seqlens=cu)

@@ -23,8 +23,9 @@ from unsoftmax.kernels.gsa.reference import GSAState
 from unsoftmax.kernels.mixer import packed
 
 SEGMENT_BYTES = 32 << 20  # of W at a time; longer input is cut, and backward recomputes each piece
-# dtypes in which benchmarks/check_gsa.py is green on a GPU with the kernels as they stand
-PROVEN: tuple[torch.dtype, ...] = ()
+# Dtypes whose kernels are chosen unasked. bfloat16 passed its check on an H200 as it stands: the 21 cases of
+# `benchmarks/check_gsa.py --quick`, with all gradients, up to 64 slots. float16 and float32 passed two each.
+PROVEN: tuple[torch.dtype, ...] = (torch.bfloat16,)
 LOWEST_GATE = -1e4  # e^-1e4 is 0 in float64 too, so nothing is lost, and no -inf meets a 0
 
 
@@ -54,10 +55,10 @@ def gsa(
         state: the slots before the first token; None starts empty. Not changed.
         cu_seqlens: [N + 1], documents packed in one row (B = 1); `state` is then one for each document.
         chunk: tokens handled at once (PyTorch form).
-        backend: "triton" or "torch"; None is triton on CUDA where the operands' dtype (autocast's, else the
-            widest of q, k, v) is in PROVEN and triton_chunk.supports takes the sizes; else torch. The
-            kernels have not yet passed their whole check on a GPU, so PROVEN is empty and they must be asked
-            for.
+        backend: "triton" or "torch"; None is triton on an NVIDIA GPU of compute capability 8.0 or later where
+            the operands' dtype (autocast's, else the widest of q, k, v) is in PROVEN, which is bfloat16, and
+            triton_chunk.supports takes the sizes (over 64 slots or 128 wide, only on 9.x and 10.x, which have
+            the shared memory); else torch. float16 and float32 must be asked for.
 
     Returns:
         o [B, T, HQ, E] in v's dtype, and the state after the last token, N = B or documents. All sums and the
@@ -252,14 +253,29 @@ def operand_dtype(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.dt
     return torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
 
 
+def _capability(device: torch.device) -> int:
+    """Of an NVIDIA GPU, the first digit: 8 is Ampere. 0 of all else, since the kernels hold PTX."""
+    if device.type != "cuda" or torch.version.hip is not None:
+        return 0
+    return torch.cuda.get_device_properties(device).major
+
+
 def _use_triton(backend: str | None, q, k, v, log_gate) -> bool:
     """The rule of gsa's `backend`. Imports triton only where it may run: this file also loads without it."""
     if backend not in (None, "triton", "torch"):
         raise ValueError(f"gsa: backend is {backend!r}; it must be 'triton', 'torch' or None")
     if backend == "torch":
         return False
-    if backend is None and not (q.device.type == "cuda" and operand_dtype(q, k, v) in PROVEN):
-        return False
+    if backend is None:
+        large = log_gate.shape[-1] > 64 or max(q.shape[-1], v.shape[-1]) > 128
+        chips = (9, 10) if large else range(8, 100)
+        if operand_dtype(q, k, v) not in PROVEN or _capability(q.device) not in chips:
+            return False
+    elif q.device.type != "cpu" and _capability(q.device) < 8:  # on a CPU, Triton's interpreter may run them
+        raise ValueError(
+            "gsa: backend 'triton' needs an NVIDIA GPU of compute capability 8.0 or later, "
+            f"which {q.device} is not; use 'torch', or None"
+        )
     try:
         from unsoftmax.kernels.gsa.triton_chunk import supports
     except ImportError as error:

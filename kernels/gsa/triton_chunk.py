@@ -1,34 +1,30 @@
-"""Gated slot attention on the GPU: forward and backward in Triton. Imported only where they run.
+"""Gated slot attention in float32 and float16 on the GPU, and what triton_tiles.py (bfloat16) shares of it:
+cutting into segments, the scan of slots over them, and decoding. Imported only where they run.
 
 A document is cut into segments of SEGMENT tokens, a segment into blocks of C = 16. With K, V the slots before
-a block, G_i the sum of the block's log_gate up to token i, N that of its middle, T its total, per slot:
+a block, G_i the sum of the block's log_gate up to token i, T its total, W_ij = s_j e^{G_i - G_j} for j <= i
+(else 0), per slot:
 
-    A_ij = q_i . k_j (j <= i)       U_i = scale (e^{G_i} K q_i + e^{G_i - N} sum_j A_ij s_j e^{N - G_j})
-    P    = read weights of U        B_ij = (P_i e^{G_i - N}) . (s_j e^{N - G_j}) (j <= i)
+    A_ij = q_i . k_j                U_i = scale (e^{G_i} K q_i + sum_j A_ij W_ij)
+    P    = read weights of U        B_ij = P_i . W_ij
     O_i  = (P_i e^{G_i}) V + sum_j B_ij v_j
     K'   = e^T K + sum_j s_j e^{T - G_j} k_j, V' likewise
 
 and backwards, from the gradient dK', dV' of the slots after the block (sums over the query group implied):
 
-    dB_ij = dO_i . v_j              dP_i = e^{G_i} V dO_i + sum_j dB_ij e^{G_i - G_j} s_j;  dU of the read
-    dA_ij = scale sum_m dU_i e^{G_i - G_j} s_j
+    dB_ij = dO_i . v_j              dP_i = e^{G_i} V dO_i + sum_j dB_ij W_ij;  dU of the read
+    dA_ij = scale dU_i . W_ij
     dQ   = scale (dU e^G) K + dA k  dk = dA^T Q + (s e^{T - G}) dK'      dv = B^T dO + (s e^{T - G}) dV'
     dK   = e^T dK' + scale Q^T (dU e^G)             dV = e^T dV' + (P e^G)^T dO
-    ds_j = sum_i e^{G_i - G_j} (dB_ij P_i + dA..) + e^{T - G_j} (dK' k_j + dV' v_j)
+    ds_j = sum_i e^{G_i - G_j} (dB_ij P_i + A_ij scale dU_i) + e^{T - G_j} (dK' k_j + dV' v_j)
     dlog_gate_t = h_t - e^{log_gate_t} ds_t
 
 where h_t sums every path over token t: reads i >= t of K and V, writes j < t that reach K' and V', K and V
 that reach K' and V', and pairs j < t <= i. Each of these carries the factor e^{log_gate_t}, so h_t is
-relatively exact where a gate is saturated. Pairs are sums over rows less sums over columns of the same
-rounded products, which cancel to float32 rounding.
+relatively exact where a gate is saturated.
 
-Two ways to hold e^{G_i - G_j}: the two factors above, each an operand of a matrix product, with gates no
-lower than -10 for pairs (bfloat16; what an overwrite leaves behind is 4.5e-5, below its rounding; h_t is put
-right by e^{log_gate + 10}; products with the factors are in tf32, in bfloat16 they double the error of o); or
-EXACT, token by token, as products of gates (float32 and float16).
-
-GR query heads x 16 tokens are the rows of a product; slots, gates and their factors exist once a key/value
-head. State buffers are [segments, H, size, M].
+e^{G_i - G_j} of pairs is made token by token, as products of gates: exact for any gate, and slow. Products
+are of float32 operands, for one query head at a time. State buffers are [segments, H, size, M].
 Nothing of a later token enters an earlier result; segments and blocks start with the document.
 """
 
@@ -44,7 +40,6 @@ except ImportError as error:
 
 C = 16  # tokens of a block, everywhere below
 SEGMENT = 128
-HEADS = 2  # query heads read at a time: their 32 rows keep registers, and products, small
 SCAN = {"AHEAD": 16, "BLOCK": 256}  # segments loaded at once, elements of a program
 SCRATCH_BYTES = 128 << 20  # slots of each block while backward runs: launches are cut to fit
 
@@ -59,54 +54,28 @@ def _expm1(x):
 
 
 @triton.jit
-def _dot(a, b, DT: tl.constexpr, PREC: tl.constexpr):
-    return tl.dot(a.to(DT), b.to(DT), input_precision=PREC)
+def _dot(a, b):
+    return tl.dot(a.to(tl.float32), b.to(tl.float32), input_precision="ieee")
 
 
 @triton.jit
-def _fine(x, dtype: tl.constexpr):
-    """x as an operand of _fine_dot, so that what else is made of x sees the same rounded number."""
-    x = x.to(tl.float32)
-    if dtype != tl.float32:
-        x = ((x.to(tl.int32, bitcast=True) + 0x1000) & -0x2000).to(tl.float32, bitcast=True)
-    return x
+def _outer(x, w, X: tl.constexpr, M: tl.constexpr):
+    """x^T w of x [16, X], w [16, M], as [X / 16, 16, M]: the form in which slots are held."""
+    return tl.reshape(_dot(tl.trans(x), w), (X // 16, 16, M))
 
 
 @triton.jit
-def _fine_dot(a, b, dtype: tl.constexpr):
-    """A product of pairs, in tf32 where the large ones are bfloat16: it is small, and roundings add up."""
-    if dtype == tl.float32:
-        out = tl.dot(a, b, input_precision="ieee")
-    else:
-        out = tl.dot(a, b, input_precision="tf32")
-    return out
+def _tile(ptr, row, end, step, x, X):
+    """Rows [n] of X numbers, `step` apart; 0 from row `end` on."""
+    return tl.load(
+        ptr + row[:, None] * step + x[None, :], mask=(row < end)[:, None] & (x < X)[None, :], other=0.0
+    )
 
 
 @triton.jit
-def _outer(x, w, X: tl.constexpr, M: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr, EXACT: tl.constexpr):
-    """x^T w of x [n, X], w [n, M], as [X / 16, 16, M]: the form in which slots are held.
-
-    A product in slices keeps to mma.sync: wgmma, which a result of 64 rows or more would be given, reads
-    outside its shared memory in kernels of many small products (triton issues 10486, 11366).
-    """
-    n: tl.constexpr = x.shape[0]
-    xT = tl.trans(x)
-    if EXACT:
-        return tl.reshape(_dot(xT, w, DT, PREC), (X // 16, 16, M))
-    slices = tl.reshape(xT, (X // 16, 16, n))
-    return _dot(slices, tl.broadcast_to(w.to(DT)[None, :, :], (X // 16, n, M)), DT, PREC)
-
-
-@triton.jit
-def _rows(x, GR: tl.constexpr, M: tl.constexpr):
-    """[16, M] of tokens, repeated for each head of the group: [GR * 16, M]."""
-    return tl.reshape(tl.broadcast_to(x[None, :, :], (GR, 16, M)), (GR * 16, M))
-
-
-@triton.jit
-def _tokens(x, GR: tl.constexpr, M: tl.constexpr):
-    """[GR * 16, M] summed over the group: [16, M]."""
-    return tl.sum(tl.reshape(x, (GR, 16, M)), 0)
+def _put(ptr, row, end, step, x, X, values):
+    """The converse of _tile."""
+    tl.store(ptr + row[:, None] * step + x[None, :], values, mask=(row < end)[:, None] & (x < X)[None, :])
 
 
 @triton.jit
@@ -121,24 +90,6 @@ def _gate(g_ptr, row, end, step, m, m_ok):
     """log_gate of one token, [M]."""
     ok = (row + m * 0 < end) & m_ok
     return tl.maximum(tl.load(g_ptr + row * step + m, mask=ok, other=0.0), -1e4)
-
-
-@triton.jit
-def _power(n):
-    """2^n, exact, of whole numbers n in -126..127."""
-    return ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _factors(c, t):
-    """e^{G_i - N} and e^{N - G_j} of gates c [16, M] >= -10; N near the middle, so that both stay in range.
-
-    e^N is a power of two: it depends on later tokens, but moves no bit of any product of the two.
-    """
-    L = tl.cumsum(c, 0) * 1.4426950408889634
-    n = tl.floor(tl.sum(tl.where((t < 8)[:, None], c, 0.0), 0) * 1.4426950408889634)[None, :]
-    low, high = tl.floor(L), tl.floor(-L)
-    return tl.exp2(L - low) * _power(low - n), tl.exp2(-L - high) * _power(high + n)
 
 
 @triton.jit
@@ -163,55 +114,57 @@ def _place(seg, seg_start, seg_end, T, SEG: tl.constexpr, PACKED: tl.constexpr):
 
 
 @triton.jit
-def _spread(A, g_ptr, row, end, step, m, m_ok, GR: tl.constexpr, M: tl.constexpr):
-    """sum_j A_ij W_ij, [rows, M], W_ij = e^{G_i - G_j} s_j as products of gates."""
-    i, j = tl.arange(0, GR * 16) % 16, tl.arange(0, 16)
-    F = tl.zeros((GR * 16, M), tl.float32)
-    out = tl.zeros((GR * 16, M), tl.float32)
+def _earlier(F, i, t, g_ptr, row, end, step, m, m_ok):
+    """e^{G_i - G_t} of tokens i from that of t + 1, [16, M], 0 for i < t; and s_t, [M]."""
+    after = _gate(g_ptr, row + t + 1, end, step, m, m_ok)
+    here = _gate(g_ptr, row + t, end, step, m, m_ok)
+    return tl.where((i == t)[:, None], 1.0, F * tl.exp(after)[None, :]), -_expm1(here)
+
+
+@triton.jit
+def _spread(A, g_ptr, row, end, step, m, m_ok, M: tl.constexpr):
+    """sum_j A_ij W_ij, [16, M], W_ij as products of gates."""
+    i = tl.arange(0, 16)
+    F = tl.zeros((16, M), tl.float32)
+    out = tl.zeros((16, M), tl.float32)
     for back in range(16):
         t = 15 - back
-        after = _gate(g_ptr, row + t + 1, end, step, m, m_ok)
-        here = _gate(g_ptr, row + t, end, step, m, m_ok)
-        F = tl.where((i == t)[:, None], 1.0, F * tl.exp(after)[None, :])
-        a = tl.sum(tl.where((j == t)[None, :], A, 0.0), 1)
-        out += a[:, None] * F * (-_expm1(here))[None, :]
+        F, written = _earlier(F, i, t, g_ptr, row, end, step, m, m_ok)
+        a = tl.sum(tl.where((i == t)[None, :], A, 0.0), 1)
+        out += a[:, None] * F * written[None, :]
     return out
 
 
 @triton.jit
-def _gather(P, g_ptr, row, end, step, m, m_ok, GR: tl.constexpr, M: tl.constexpr):
-    """sum_m P_i W_ij, [rows, 16]."""
-    i, j = tl.arange(0, GR * 16) % 16, tl.arange(0, 16)
-    F = tl.zeros((GR * 16, M), tl.float32)
-    out = tl.zeros((GR * 16, 16), tl.float32)
+def _gather(P, g_ptr, row, end, step, m, m_ok, M: tl.constexpr):
+    """sum_m P_i W_ij, [16, 16]."""
+    i = tl.arange(0, 16)
+    F = tl.zeros((16, M), tl.float32)
+    out = tl.zeros((16, 16), tl.float32)
     for back in range(16):
         t = 15 - back
-        after = _gate(g_ptr, row + t + 1, end, step, m, m_ok)
-        here = _gate(g_ptr, row + t, end, step, m, m_ok)
-        F = tl.where((i == t)[:, None], 1.0, F * tl.exp(after)[None, :])
-        b = tl.sum(P * F * (-_expm1(here))[None, :], 1)
-        out = tl.where((j == t)[None, :], b[:, None], out)
+        F, written = _earlier(F, i, t, g_ptr, row, end, step, m, m_ok)
+        b = tl.sum(P * F * written[None, :], 1)
+        out = tl.where((i == t)[None, :], b[:, None], out)
     return out
 
 
 @triton.jit
-def _pair_grads(A, dB, P, dU, g_ptr, row, end, step, m, m_ok, GR: tl.constexpr, M: tl.constexpr):
+def _pair_grads(A, dB, P, dU, g_ptr, row, end, step, m, m_ok, M: tl.constexpr):
     """ds_j and h_t of the pairs inside a block, both [16, M]."""
-    i, j = tl.arange(0, GR * 16) % 16, tl.arange(0, 16)
-    F = tl.zeros((GR * 16, M), tl.float32)
+    i = tl.arange(0, 16)
+    F = tl.zeros((16, M), tl.float32)
     ds = tl.zeros((16, M), tl.float32)
     h = tl.zeros((16, M), tl.float32)
     for back in range(16):
         t = 15 - back
-        after = _gate(g_ptr, row + t + 1, end, step, m, m_ok)
-        here = _gate(g_ptr, row + t, end, step, m, m_ok)
-        F = tl.where((i == t)[:, None], 1.0, F * tl.exp(after)[None, :])
-        a = tl.sum(tl.where((j == t)[None, :], A, 0.0), 1)
-        b = tl.sum(tl.where((j == t)[None, :], dB, 0.0), 1)
-        x = _tokens(F * (b[:, None] * P + a[:, None] * dU), GR, M)
-        ds = tl.where((j == t)[:, None], tl.sum(x, 0)[None, :], ds)
-        paths = tl.cumsum(x, 0, reverse=True) * (-_expm1(here))[None, :]
-        h += tl.where((j > t)[:, None], paths, 0.0)
+        F, written = _earlier(F, i, t, g_ptr, row, end, step, m, m_ok)
+        a = tl.sum(tl.where((i == t)[None, :], A, 0.0), 1)
+        b = tl.sum(tl.where((i == t)[None, :], dB, 0.0), 1)
+        x = F * (b[:, None] * P + a[:, None] * dU)
+        ds = tl.where((i == t)[:, None], tl.sum(x, 0)[None, :], ds)
+        paths = tl.cumsum(x, 0, reverse=True) * written[None, :]
+        h += tl.where((i > t)[:, None], paths, 0.0)
     return ds, h
 
 
@@ -253,22 +206,23 @@ def _read_grad(p, u, z, iz, dp, MASS: tl.constexpr):
 
 
 @triton.jit
-def _slots(X: tl.constexpr):
-    """Rows of slots held as [X / 16, 16, M]."""
-    return (tl.arange(0, X // 16) * 16)[:, None, None] + tl.arange(0, 16)[None, :, None]
+def _held(X, slots, XP: tl.constexpr, M: tl.constexpr):
+    """Where slots [X, M] lie in memory, and which exist, of those held as [XP / 16, 16, M]."""
+    x = (tl.arange(0, XP // 16) * 16)[:, None, None] + tl.arange(0, 16)[None, :, None]
+    m = tl.arange(0, M)[None, None, :]
+    return x * slots + m, (x < X) & (m < slots)
 
 
 @triton.jit(do_not_specialize=["T", "H"])
 def _own_state(
     x_ptr, g_ptr, own_ptr, total_ptr, seg_start, seg_end, T, H, X, slots,
-    SEG: tl.constexpr, XP: tl.constexpr, M: tl.constexpr, DT: tl.constexpr, PREC: tl.constexpr,
-    EXACT: tl.constexpr, PACKED: tl.constexpr,
+    SEG: tl.constexpr, XP: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H). What a segment alone writes into empty slots [X, M] and its total log_gate [M]."""
     seg, h = tl.program_id(0) // H, tl.program_id(0) % H
     a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
     t, m, x = tl.arange(0, 16), tl.arange(0, M), tl.arange(0, XP)
-    m_ok, x_ok = m < slots, x < X
+    m_ok = m < slots
     g_ptr += a * H * slots + h * slots
     x_ptr += (a * H + h) * X
     step = H * slots
@@ -278,15 +232,13 @@ def _own_state(
         row = at + t
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
         w = -_expm1(g) * _left(g_ptr, row, at + 15, b, step, m, m_ok)
-        where = row[:, None] * (H * X) + x[None, :]
-        tile = tl.load(x_ptr + where, mask=x_ok[None, :] & (row < b)[:, None], other=0.0)
+        tile = _tile(x_ptr, row, b, H * X, x, X)
         gone = tl.sum(g, 0)
-        S = S * tl.exp(gone)[None, None, :] + _outer(tile, w, XP, M, DT, PREC, EXACT)
+        S = S * tl.exp(gone)[None, None, :] + _outer(tile, w, XP, M)
         total += gone
     base = tl.program_id(0).to(tl.int64)
-    at_x, at_m = _slots(XP), m[None, None, :]
-    ok = (at_x < X) & m_ok[None, None, :]
-    tl.store(own_ptr + base * X * slots + at_x * slots + at_m, S, mask=ok)
+    spot, ok = _held(X, slots, XP, M)
+    tl.store(own_ptr + base * X * slots + spot, S, mask=ok)
     tl.store(total_ptr + base * slots + m, total, mask=m_ok)
 
 
@@ -331,90 +283,70 @@ def _scan(
     tl.store(final_ptr + where, S, mask=ok)
 
 
+@triton.jit
+def _advance(K, V, k, v, w, gone, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr):
+    """Slots after a block that writes w and whose log_gate sums to `gone`."""
+    keep = tl.exp(gone)[None, None, :]
+    return K * keep + _outer(k, w, DP, M), V * keep + _outer(v, w, EP, M)
+
+
 @triton.jit(do_not_specialize=["T", "H"])
 def _forward(
     q_ptr, k_ptr, v_ptr, g_ptr, o_ptr, k0_ptr, v0_ptr, gamma_ptr,
     seg_start, seg_end, scale, T, H, D, E, slots,
-    G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, MASS: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr,
+    G: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
+    MASS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H). Reads q, k, v, log_gate and the slots before the segment; writes o.
 
-    Slots K [D, M] and V [E, M] live in registers, float32, along the segment; GR heads are read at a time.
+    Slots K [D, M] and V [E, M] live in registers along the segment.
     """
     pid = tl.program_id(0).to(tl.int64)
     seg, h = pid // H, pid % H
     a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
     t, m, d, e = tl.arange(0, 16), tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
-    r = tl.arange(0, GR * 16)
-    i = r % 16
-    m_ok, d_ok, e_ok = m < slots, d < D, e < E
-    k_row, v_row, at_m = _slots(DP), _slots(EP), m[None, None, :]
-    dm_ok, em_ok = (k_row < D) & (at_m < slots), (v_row < E) & (at_m < slots)
-    K = tl.load(k0_ptr + pid * D * slots + k_row * slots + at_m, mask=dm_ok, other=0.0).to(tl.float32)
-    V = tl.load(v0_ptr + pid * E * slots + v_row * slots + at_m, mask=em_ok, other=0.0).to(tl.float32)
+    m_ok, step = m < slots, H * slots
+    k_spot, k_ok = _held(D, slots, DP, M)
+    v_spot, v_ok = _held(E, slots, EP, M)
+    K = tl.load(k0_ptr + pid * D * slots + k_spot, mask=k_ok, other=0.0)
+    V = tl.load(v0_ptr + pid * E * slots + v_spot, mask=v_ok, other=0.0)
     kept = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
-    g_ptr += a * H * slots + h * slots
+    g_ptr += (a * H + h) * slots
     q_ptr += (a * H + h) * G * D
     k_ptr += (a * H + h) * D
     v_ptr += (a * H + h) * E
     o_ptr += (a * H + h) * G * E
-    step = H * slots
-    causal = i[:, None] >= t[None, :]
+    causal = t[:, None] >= t[None, :]
     for at in range(0, b, 16):
         row = at + t
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
-        k = tl.load(k_ptr + row[:, None] * (H * D) + d[None, :],
-                    mask=(row < b)[:, None] & d_ok[None, :], other=0.0)  # fmt: skip
-        v = tl.load(v_ptr + row[:, None] * (H * E) + e[None, :],
-                    mask=(row < b)[:, None] & e_ok[None, :], other=0.0)  # fmt: skip
-        s = -_expm1(g)
+        k = _tile(k_ptr, row, b, H * D, d, D)
+        v = _tile(v_ptr, row, b, H * E, e, E)
         sums = tl.cumsum(g, 0)
-        z1, iz1 = _mass(kept[None, :] + sums)
-        decay1 = tl.exp(sums)
-        keep = tl.exp(tl.sum(g, 0))
-        if EXACT:
-            w = s * _left(g_ptr, row, at + 15, b, step, m, m_ok)
-        else:
-            c = tl.maximum(g, -10.0)
-            near1, anti = _factors(c, t)
-            col = _fine(s * anti, DT)
-            w = s * tl.exp(tl.minimum(tl.sum(c, 0)[None, :] - tl.cumsum(c, 0), 0.0))
-        K0 = tl.reshape(K.to(DT), (DP, M))
-        V0 = tl.trans(tl.reshape(V.to(DT), (EP, M)))
-        for some in range(0, G, GR):
-            head = some + r // 16
-            q_row = (at + i) * (H * G) + head
-            r_ok = (head < G) & (at + i < b)
-            q = tl.load(
-                q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0
-            )
-            A = tl.where(causal, _dot(q, tl.trans(k), DT, PREC), 0.0)
-            decay = _rows(decay1, GR, M)
-            if EXACT:
-                inner = _spread(A, g_ptr, at, b, step, m, m_ok, GR, M)
-            else:
-                near = _rows(near1, GR, M)
-                inner = near * _fine_dot(_fine(A, DT), col, DT)
-            U = scale * (decay * _dot(q, K0, DT, PREC) + inner)
-            P = _read(U, _rows(z1, GR, M), _rows(iz1, GR, M), m_ok, MASS)
-            if EXACT:
-                Bm = _gather(P, g_ptr, at, b, step, m, m_ok, GR, M)
-            else:
-                Bm = tl.where(causal, _fine_dot(_fine(P * near, DT), tl.trans(col), DT), 0.0)
-            O = _dot(P * decay, V0, DT, PREC) + _dot(Bm, v, DT, PREC)
-            tl.store(o_ptr + q_row[:, None] * E + e[None, :], O, mask=r_ok[:, None] & e_ok[None, :])
-        K = K * keep[None, None, :] + _outer(k, w, DP, M, DT, PREC, EXACT)
-        V = V * keep[None, None, :] + _outer(v, w, EP, M, DT, PREC, EXACT)
-        kept += tl.sum(g, 0)
+        z, iz = _mass(kept[None, :] + sums)
+        decay = tl.exp(sums)
+        gone = tl.sum(g, 0)
+        w = -_expm1(g) * _left(g_ptr, row, at + 15, b, step, m, m_ok)
+        K0 = tl.reshape(K, (DP, M))
+        V0 = tl.trans(tl.reshape(V, (EP, M)))
+        for head in range(0, G):
+            q = _tile(q_ptr + head * D, row, b, H * G * D, d, D)
+            A = tl.where(causal, _dot(q, tl.trans(k)), 0.0)
+            U = scale * (decay * _dot(q, K0) + _spread(A, g_ptr, at, b, step, m, m_ok, M))
+            P = _read(U, z, iz, m_ok, MASS)
+            Bm = _gather(P, g_ptr, at, b, step, m, m_ok, M)
+            O = _dot(P * decay, V0) + _dot(Bm, v)
+            _put(o_ptr + head * E, row, b, H * G * E, e, E, O)
+        K, V = _advance(K, V, k, v, w, gone, DP, EP, M)
+        kept += gone
 
 
 @triton.jit(do_not_specialize=["T", "H"])
 def _backward_reads(
     q_ptr, k_ptr, v_ptr, g_ptr, do_ptr, k0_ptr, v0_ptr, gamma_ptr, dk0_ptr, dv0_ptr, dgamma_ptr,
     seg_start, seg_end, scale, T, H, D, E, slots,
-    G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, MASS: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr,
+    G: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
+    MASS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H). What the segment's own reads ask of the slots before it: dK [D, M], dV [E, M].
 
@@ -425,84 +357,53 @@ def _backward_reads(
     seg, h = pid // H, pid % H
     a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
     t, m, d, e = tl.arange(0, 16), tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
-    r = tl.arange(0, GR * 16)
-    i = r % 16
-    m_ok, d_ok, e_ok = m < slots, d < D, e < E
-    k_row, v_row, at_m = _slots(DP), _slots(EP), m[None, None, :]
-    k_spot = pid * D * slots + k_row * slots + at_m
-    v_spot = pid * E * slots + v_row * slots + at_m
-    dm_ok, em_ok = (k_row < D) & (at_m < slots), (v_row < E) & (at_m < slots)
-    K = tl.load(k0_ptr + k_spot, mask=dm_ok, other=0.0).to(tl.float32)
-    V = tl.load(v0_ptr + v_spot, mask=em_ok, other=0.0).to(tl.float32)
+    m_ok, step = m < slots, H * slots
+    k_spot, k_ok = _held(D, slots, DP, M)
+    v_spot, v_ok = _held(E, slots, EP, M)
+    K = tl.load(k0_ptr + pid * D * slots + k_spot, mask=k_ok, other=0.0)
+    V = tl.load(v0_ptr + pid * E * slots + v_spot, mask=v_ok, other=0.0)
     start = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
     dK = tl.zeros((DP // 16, 16, M), tl.float32)
     dV = tl.zeros((EP // 16, 16, M), tl.float32)
     dgamma = tl.zeros((M,), tl.float32)
     passed = tl.zeros((M,), tl.float32)  # log_gate since the segment began
-    g_ptr += a * H * slots + h * slots
+    g_ptr += (a * H + h) * slots
     q_ptr += (a * H + h) * G * D
     k_ptr += (a * H + h) * D
     v_ptr += (a * H + h) * E
     do_ptr += (a * H + h) * G * E
-    step = H * slots
-    causal = i[:, None] >= t[None, :]
+    causal = t[:, None] >= t[None, :]
     for at in range(0, b, 16):
         row = at + t
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
-        k = tl.load(k_ptr + row[:, None] * (H * D) + d[None, :],
-                    mask=(row < b)[:, None] & d_ok[None, :], other=0.0)  # fmt: skip
-        v = tl.load(v_ptr + row[:, None] * (H * E) + e[None, :],
-                    mask=(row < b)[:, None] & e_ok[None, :], other=0.0)  # fmt: skip
-        s = -_expm1(g)
+        k = _tile(k_ptr, row, b, H * D, d, D)
+        v = _tile(v_ptr, row, b, H * E, e, E)
         sums = tl.cumsum(g, 0)
         gamma = start[None, :] + (passed[None, :] + sums)
-        z1, iz1 = _mass(gamma)
-        decay1 = tl.exp(sums)
-        reach1 = decay1 * tl.exp(passed)[None, :]
-        keep = tl.exp(tl.sum(g, 0))
-        if EXACT:
-            w = s * _left(g_ptr, row, at + 15, b, step, m, m_ok)
-        else:
-            c = tl.maximum(g, -10.0)
-            near1, anti = _factors(c, t)
-            col = _fine(s * anti, DT)
-            w = s * tl.exp(tl.minimum(tl.sum(c, 0)[None, :] - tl.cumsum(c, 0), 0.0))
-        K0 = tl.reshape(K.to(DT), (DP, M))
-        V0 = tl.reshape(V.to(DT), (EP, M))
-        for some in range(0, G, GR):
-            head = some + r // 16
-            q_row = (at + i) * (H * G) + head
-            r_ok = (head < G) & (at + i < b)
-            q = tl.load(
-                q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0
-            )
-            do = tl.load(
-                do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0
-            )
-            A = tl.where(causal, _dot(q, tl.trans(k), DT, PREC), 0.0)
-            dB = tl.where(causal, _dot(do, tl.trans(v), DT, PREC), 0.0)
-            z, iz, decay = _rows(z1, GR, M), _rows(iz1, GR, M), _rows(decay1, GR, M)
-            if EXACT:
-                inner = _spread(A, g_ptr, at, b, step, m, m_ok, GR, M)
-                dinner = _spread(dB, g_ptr, at, b, step, m, m_ok, GR, M)
-            else:
-                near = _rows(near1, GR, M)
-                inner = near * _fine_dot(_fine(A, DT), col, DT)
-                dinner = near * _fine_dot(_fine(dB, DT), col, DT)
-            U = scale * (decay * _dot(q, K0, DT, PREC) + inner)
+        z, iz = _mass(gamma)
+        decay = tl.exp(sums)
+        reach = decay * tl.exp(passed)[None, :]
+        gone = tl.sum(g, 0)
+        w = -_expm1(g) * _left(g_ptr, row, at + 15, b, step, m, m_ok)
+        K0 = tl.reshape(K, (DP, M))
+        V0 = tl.reshape(V, (EP, M))
+        for head in range(0, G):
+            q = _tile(q_ptr + head * D, row, b, H * G * D, d, D)
+            do = _tile(do_ptr + head * E, row, b, H * G * E, e, E)
+            A = tl.where(causal, _dot(q, tl.trans(k)), 0.0)
+            dB = tl.where(causal, _dot(do, tl.trans(v)), 0.0)
+            U = scale * (decay * _dot(q, K0) + _spread(A, g_ptr, at, b, step, m, m_ok, M))
             P = _read(U, z, iz, m_ok, MASS)
-            dP = decay * _dot(do, V0, DT, PREC) + dinner
+            dP = decay * _dot(do, V0) + _spread(dB, g_ptr, at, b, step, m, m_ok, M)
             dU, dz = _read_grad(P, U, z, iz, dP, MASS)
-            reach = _rows(reach1, GR, M)
-            dK += _outer(q, scale * dU * reach, DP, M, DT, PREC, EXACT)
-            dV += _outer(do, P * reach, EP, M, DT, PREC, EXACT)
+            dK += _outer(q, scale * dU * reach, DP, M)
+            dV += _outer(do, P * reach, EP, M)
             if MASS:
-                dgamma -= tl.sum(_tokens(dz, GR, M) * tl.exp(gamma), 0)
-        K = K * keep[None, None, :] + _outer(k, w, DP, M, DT, PREC, EXACT)
-        V = V * keep[None, None, :] + _outer(v, w, EP, M, DT, PREC, EXACT)
-        passed += tl.sum(g, 0)
-    tl.store(dk0_ptr + k_spot, dK, mask=dm_ok)
-    tl.store(dv0_ptr + v_spot, dV, mask=em_ok)
+                dgamma -= tl.sum(dz * tl.exp(gamma), 0)
+        K, V = _advance(K, V, k, v, w, gone, DP, EP, M)
+        passed += gone
+    tl.store(dk0_ptr + pid * D * slots + k_spot, dK, mask=k_ok)
+    tl.store(dv0_ptr + pid * E * slots + v_spot, dV, mask=v_ok)
     tl.store(dgamma_ptr + pid * slots + m, dgamma, mask=m_ok)
 
 
@@ -511,8 +412,8 @@ def _backward(
     q_ptr, k_ptr, v_ptr, g_ptr, do_ptr, k0_ptr, v0_ptr, gamma_ptr, dk1_ptr, dv1_ptr, dgamma_ptr,
     dq_ptr, dk_ptr, dv_ptr, dg_ptr, sk_ptr, sv_ptr, sg_ptr, first,
     seg_start, seg_end, scale, T, H, D, E, slots,
-    G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, MASS: tl.constexpr, EXACT: tl.constexpr, PACKED: tl.constexpr,
+    G: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
+    MASS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (some of segments * H, from `first`). All gradients of the segment's tokens.
 
@@ -524,19 +425,14 @@ def _backward(
     seg, h = pid // H, pid % H
     a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
     t, m, d, e = tl.arange(0, 16), tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
-    r = tl.arange(0, GR * 16)
-    i = r % 16
-    m_ok, d_ok, e_ok = m < slots, d < D, e < E
-    k_row, v_row, at_m = _slots(DP), _slots(EP), m[None, None, :]
-    k_tile, v_tile = k_row * slots + at_m, v_row * slots + at_m
-    dm_ok, em_ok = (k_row < D) & (at_m < slots), (v_row < E) & (at_m < slots)
-    k_flat, v_flat = d[:, None] * slots + m[None, :], e[:, None] * slots + m[None, :]
-    k_flat_ok, v_flat_ok = d_ok[:, None] & m_ok[None, :], e_ok[:, None] & m_ok[None, :]
+    m_ok, step = m < slots, H * slots
+    k_spot, k_ok = _held(D, slots, DP, M)
+    v_spot, v_ok = _held(E, slots, EP, M)
     sk_ptr += local * (SEG // 16) * D * slots
     sv_ptr += local * (SEG // 16) * E * slots
     sg_ptr += local * (SEG // 16) * slots
-    g_ptr += a * H * slots + h * slots
-    dg_ptr += a * H * slots + h * slots
+    g_ptr += (a * H + h) * slots
+    dg_ptr += (a * H + h) * slots
     q_ptr += (a * H + h) * G * D
     k_ptr += (a * H + h) * D
     v_ptr += (a * H + h) * E
@@ -544,147 +440,102 @@ def _backward(
     dq_ptr += (a * H + h) * G * D
     dk_ptr += (a * H + h) * D
     dv_ptr += (a * H + h) * E
-    step = H * slots
-    K = tl.load(k0_ptr + pid * D * slots + k_tile, mask=dm_ok, other=0.0).to(tl.float32)
-    V = tl.load(v0_ptr + pid * E * slots + v_tile, mask=em_ok, other=0.0).to(tl.float32)
+    K = tl.load(k0_ptr + pid * D * slots + k_spot, mask=k_ok, other=0.0)
+    V = tl.load(v0_ptr + pid * E * slots + v_spot, mask=v_ok, other=0.0)
     kept = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
     blocks = (b + 15) // 16
     for n in range(0, blocks):
-        tl.store(sk_ptr + n * D * slots + k_tile, K, mask=dm_ok)
-        tl.store(sv_ptr + n * E * slots + v_tile, V, mask=em_ok)
+        tl.store(sk_ptr + n * D * slots + k_spot, K, mask=k_ok)
+        tl.store(sv_ptr + n * E * slots + v_spot, V, mask=v_ok)
         tl.store(sg_ptr + n * slots + m, kept, mask=m_ok)
         at = n * 16
         row = at + t
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
-        k = tl.load(k_ptr + row[:, None] * (H * D) + d[None, :],
-                    mask=(row < b)[:, None] & d_ok[None, :], other=0.0)  # fmt: skip
-        v = tl.load(v_ptr + row[:, None] * (H * E) + e[None, :],
-                    mask=(row < b)[:, None] & e_ok[None, :], other=0.0)  # fmt: skip
+        k = _tile(k_ptr, row, b, H * D, d, D)
+        v = _tile(v_ptr, row, b, H * E, e, E)
         w = -_expm1(g) * _left(g_ptr, row, at + 15, b, step, m, m_ok)
         gone = tl.sum(g, 0)
-        keep = tl.exp(gone)
-        K = K * keep[None, None, :] + _outer(k, w, DP, M, DT, PREC, EXACT)
-        V = V * keep[None, None, :] + _outer(v, w, EP, M, DT, PREC, EXACT)
+        K, V = _advance(K, V, k, v, w, gone, DP, EP, M)
         kept += gone
     tl.debug_barrier()
 
-    dK = tl.load(dk1_ptr + pid * D * slots + k_tile, mask=dm_ok, other=0.0).to(tl.float32)
-    dV = tl.load(dv1_ptr + pid * E * slots + v_tile, mask=em_ok, other=0.0).to(tl.float32)
+    dK = tl.load(dk1_ptr + pid * D * slots + k_spot, mask=k_ok, other=0.0)
+    dV = tl.load(dv1_ptr + pid * E * slots + v_spot, mask=v_ok, other=0.0)
     dgamma = tl.load(dgamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
-    causal = i[:, None] >= t[None, :]
+    causal = t[:, None] >= t[None, :]
     before = (t[:, None] > t[None, :]).to(tl.float32)
     for back in range(0, blocks):
         n = blocks - 1 - back
         at = n * 16
         row = at + t
-        row_ok = row < b
         g = _load_gate(g_ptr, row, b, step, m, m_ok)
-        k = tl.load(k_ptr + row[:, None] * (H * D) + d[None, :],
-                    mask=row_ok[:, None] & d_ok[None, :], other=0.0)  # fmt: skip
-        v = tl.load(v_ptr + row[:, None] * (H * E) + e[None, :],
-                    mask=row_ok[:, None] & e_ok[None, :], other=0.0)  # fmt: skip
+        k = _tile(k_ptr, row, b, H * D, d, D)
+        v = _tile(v_ptr, row, b, H * E, e, E)
         kept0 = tl.load(sg_ptr + n * slots + m, mask=m_ok, other=0.0)
-        s = -_expm1(g)
         sums = tl.cumsum(g, 0)
         gamma = kept0[None, :] + sums
-        z1, iz1 = _mass(gamma)
-        decay1 = tl.exp(sums)
+        z, iz = _mass(gamma)
+        decay = tl.exp(sums)
         keep = tl.exp(tl.sum(g, 0))
-        if not EXACT:
-            c = tl.maximum(g, -10.0)
-            near1, anti = _factors(c, t)
-            col = _fine(s * anti, DT)
 
         # what reaches the slots after the block
         left = _left(g_ptr, row, at + 15, b, step, m, m_ok)
-        w = s * left
-        flat_dK = tl.reshape(dK.to(DT), (DP, M))
-        flat_dV = tl.reshape(dV.to(DT), (EP, M))
-        asked = _dot(k, flat_dK, DT, PREC) + _dot(v, flat_dV, DT, PREC)  # [16, M]
+        w = -_expm1(g) * left
+        flat_dK = tl.reshape(dK, (DP, M))
+        flat_dV = tl.reshape(dV, (EP, M))
+        asked = _dot(k, flat_dK) + _dot(v, flat_dV)  # [16, M]
         ds = left * asked
-        paths = tl.dot(before, w * asked, input_precision="ieee")
-        K3 = tl.load(sk_ptr + n * D * slots + k_tile, mask=dm_ok, other=0.0).to(tl.float32)
-        V3 = tl.load(sv_ptr + n * E * slots + v_tile, mask=em_ok, other=0.0).to(tl.float32)
+        paths = _dot(before, w * asked)
+        K3 = tl.load(sk_ptr + n * D * slots + k_spot, mask=k_ok, other=0.0)
+        V3 = tl.load(sv_ptr + n * E * slots + v_spot, mask=v_ok, other=0.0)
         kept_on = tl.sum(tl.sum(K3 * dK, 0), 0) + tl.sum(tl.sum(V3 * dV, 0), 0)
         paths += (keep * kept_on)[None, :]
-        dk = _dot(w, tl.trans(flat_dK), DT, PREC)
-        dv = _dot(w, tl.trans(flat_dV), DT, PREC)
+        dk = _dot(w, tl.trans(flat_dK))
+        dv = _dot(w, tl.trans(flat_dV))
         dK = dK * keep[None, None, :]
         dV = dV * keep[None, None, :]
 
-        K0 = tl.load(sk_ptr + n * D * slots + k_flat, mask=k_flat_ok, other=0.0)
-        V0 = tl.load(sv_ptr + n * E * slots + v_flat, mask=v_flat_ok, other=0.0)
+        K0 = _tile(sk_ptr + n * D * slots, d, D, slots, m, slots)
+        V0 = _tile(sv_ptr + n * E * slots, e, E, slots, m, slots)
         walked = tl.zeros((16, M), tl.float32)  # over reads
-        paired = tl.zeros((16, M), tl.float32)  # over rows of pairs
-        dcol = tl.zeros((16, M), tl.float32)  # over columns of pairs
         drift = tl.zeros((16, M), tl.float32)
-        for some in range(0, G, GR):
-            head = some + r // 16
-            q_row = (at + i) * (H * G) + head
-            r_ok = (head < G) & (at + i < b)
-            q = tl.load(
-                q_ptr + q_row[:, None] * D + d[None, :], mask=r_ok[:, None] & d_ok[None, :], other=0.0
-            )
-            do = tl.load(
-                do_ptr + q_row[:, None] * E + e[None, :], mask=r_ok[:, None] & e_ok[None, :], other=0.0
-            )
-            A = tl.where(causal, _dot(q, tl.trans(k), DT, PREC), 0.0)
-            dB = tl.where(causal, _dot(do, tl.trans(v), DT, PREC), 0.0)
-            z, iz, decay = _rows(z1, GR, M), _rows(iz1, GR, M), _rows(decay1, GR, M)
-            read_k = decay * _dot(q, K0, DT, PREC)
-            read_v = decay * _dot(do, V0, DT, PREC)
-            if EXACT:
-                U = scale * (read_k + _spread(A, g_ptr, at, b, step, m, m_ok, GR, M))
-                dP = read_v + _spread(dB, g_ptr, at, b, step, m, m_ok, GR, M)
-            else:
-                A = _fine(A, DT)
-                dB = _fine(dB, DT)
-                near = _rows(near1, GR, M)
-                inner = _fine_dot(A, col, DT)  # without near, which its gradients below put on
-                dinner = _fine_dot(dB, col, DT)
-                U = scale * (read_k + near * inner)
-                dP = read_v + near * dinner
+        for head in range(0, G):
+            q = _tile(q_ptr + head * D, row, b, H * G * D, d, D)
+            do = _tile(do_ptr + head * E, row, b, H * G * E, e, E)
+            A = tl.where(causal, _dot(q, tl.trans(k)), 0.0)
+            dB = tl.where(causal, _dot(do, tl.trans(v)), 0.0)
+            read_k = decay * _dot(q, K0)
+            read_v = decay * _dot(do, V0)
+            U = scale * (read_k + _spread(A, g_ptr, at, b, step, m, m_ok, M))
+            dP = read_v + _spread(dB, g_ptr, at, b, step, m, m_ok, M)
             P = _read(U, z, iz, m_ok, MASS)
             dU, dz = _read_grad(P, U, z, iz, dP, MASS)
             dU = dU * scale
-            walked += _tokens(P * read_v + dU * read_k, GR, M)
+            walked += P * read_v + dU * read_k
             if MASS:
-                drift += _tokens(dz, GR, M)
-            if EXACT:
-                Bm = _gather(P, g_ptr, at, b, step, m, m_ok, GR, M)
-                dA = _gather(dU, g_ptr, at, b, step, m, m_ok, GR, M)
-                ds_in, h_in = _pair_grads(A, dB, P, dU, g_ptr, at, b, step, m, m_ok, GR, M)
-                ds += ds_in
-                paths += h_in
-            else:
-                # in this order, fewer operands are in shared memory at once
-                Pn = _fine(P * near, DT)
-                Bm = tl.where(causal, _fine_dot(Pn, tl.trans(col), DT), 0.0)
-                dcol += _fine_dot(tl.trans(dB), Pn, DT)
-                dUn = _fine(dU * near, DT)
-                dA = tl.where(causal, _fine_dot(dUn, tl.trans(col), DT), 0.0)
-                dcol += _fine_dot(tl.trans(A), dUn, DT)
-                paired += _tokens(Pn * dinner + dUn * inner, GR, M)
-            dk += _dot(tl.trans(dA.to(DT)), q, DT, PREC)
-            dv += _dot(tl.trans(Bm.to(DT)), do, DT, PREC)
+                drift += dz
+            Bm = _gather(P, g_ptr, at, b, step, m, m_ok, M)
+            dA = _gather(dU, g_ptr, at, b, step, m, m_ok, M)
+            ds_in, h_in = _pair_grads(A, dB, P, dU, g_ptr, at, b, step, m, m_ok, M)
+            ds += ds_in
+            paths += h_in
+            dk += _dot(tl.trans(dA), q)
+            dv += _dot(tl.trans(Bm), do)
             dUd = dU * decay
-            dq = _dot(dUd, tl.trans(K0), DT, PREC) + _dot(dA, k, DT, PREC)
-            tl.store(dq_ptr + q_row[:, None] * D + d[None, :], dq, mask=r_ok[:, None] & d_ok[None, :])
-            dK += _outer(q, dUd, DP, M, DT, PREC, EXACT)
-            dV += _outer(do, P * decay, EP, M, DT, PREC, EXACT)
+            dq = _dot(dUd, tl.trans(K0)) + _dot(dA, k)
+            _put(dq_ptr + head * D, row, b, H * G * D, d, D, dq)
+            dK += _outer(q, dUd, DP, M)
+            dV += _outer(do, P * decay, EP, M)
 
         paths += tl.cumsum(walked, 0, reverse=True)
-        if not EXACT:
-            ds += dcol * anti
-            paths += tl.exp(g - c) * tl.cumsum(paired - dcol * col, 0, reverse=True)
         dg = paths - tl.exp(g) * ds + dgamma[None, :]
         if MASS:
             drift = drift * tl.exp(gamma)
             dg -= tl.cumsum(drift, 0, reverse=True)
             dgamma -= tl.sum(drift, 0)
-        tl.store(dg_ptr + row[:, None] * step + m[None, :], dg, mask=row_ok[:, None] & m_ok[None, :])
-        tl.store(dk_ptr + row[:, None] * (H * D) + d[None, :], dk, mask=row_ok[:, None] & d_ok[None, :])
-        tl.store(dv_ptr + row[:, None] * (H * E) + e[None, :], dv, mask=row_ok[:, None] & e_ok[None, :])
+        _put(dg_ptr, row, b, step, m, slots, dg)
+        _put(dk_ptr, row, b, H * D, d, D, dk)
+        _put(dv_ptr, row, b, H * E, e, E, dv)
 
 
 @triton.jit
@@ -733,16 +584,6 @@ def _decode(
         tl.store(o_ptr + (pid * G + head) * E + e, o, mask=e_ok)
 
 
-def exact_pairs(dtype: torch.dtype) -> bool:
-    """Whether pairs inside a block go token by token (EXACT), not as a product of two factors."""
-    return dtype != torch.bfloat16
-
-
-def takes_exact(dtype: torch.dtype) -> bool:
-    """Whether a call of this dtype comes here, and not to triton_tiles.py."""
-    return exact_pairs(dtype)
-
-
 def _pad(n: int) -> int:
     return max(16, triton.next_power_of_2(n))
 
@@ -755,7 +596,6 @@ class _Plan:
         self.H, self.E, self.M = k.shape[2], v.shape[3], log_gate.shape[3]
         self.group = self.HQ // self.H
         self.packed = cu_seqlens is not None
-        self.exact = exact_pairs(q.dtype)
         self.dot = q.dtype if q.dtype == torch.bfloat16 else torch.float32  # of operands, and slots at rest
         self.segment = segment or SEGMENT
         if self.packed:
@@ -773,26 +613,19 @@ class _Plan:
             self.each = -(-self.T // self.segment)
             self.docs, self.segments = B, B * self.each
 
-    def tiles(self) -> dict:
-        more = {"SEG": self.segment, "DP": _pad(self.D), "EP": _pad(self.E), "G": self.group}
-        return {
-            **more,
-            **self.kind(),
-            "GR": 1 if self.exact else min(HEADS, triton.next_power_of_2(self.group)),
-        }
-
     def kind(self) -> dict:
-        dot = tl.bfloat16 if self.dot == torch.bfloat16 else tl.float32
-        return {"M": _pad(self.M), "DT": dot, "PREC": "ieee", "EXACT": self.exact, "PACKED": self.packed}
+        return {"SEG": self.segment, "M": _pad(self.M), "PACKED": self.packed}
+
+    def tiles(self) -> dict:
+        return {**self.kind(), "DP": _pad(self.D), "EP": _pad(self.E), "G": self.group}
 
     def buffer(self, like: torch.Tensor, size: int) -> torch.Tensor:
         return like.new_empty(self.segments, self.H, size, self.M, dtype=self.dot)
 
 
-# warps of a program, by kernel; nothing is tuned at run time
+WARPS = {"own": 4, "forward": 8, "reads": 8, "backward": 8}  # of a program; nothing is tuned at run time
 # programs a key/value head, their warps, and whether V is loaded early; None: by the number of heads
 DECODE = {"parts": None, "warps": None, "early": None}
-WARPS = {"own": 4, "forward": 8, "reads": 8, "backward": 8}
 
 
 def _options(kernel: str) -> dict[str, int]:
@@ -821,7 +654,7 @@ def _states(plan: _Plan, k, v, g, k0, v0, kept0):
         own = plan.buffer(x, X)
         _own_state[(size,)](
             x, g, own, total, plan.starts, plan.stops, plan.T, plan.H, X, plan.M,
-            SEG=plan.segment, XP=_pad(X), **plan.kind(), **_options("own"),
+            XP=_pad(X), **plan.kind(), **_options("own"),
         )  # fmt: skip
         final.append(_run_scan(plan, own, total, init, X, reverse=False, decay=True))
         out.append(own)

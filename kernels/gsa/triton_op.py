@@ -4,7 +4,7 @@ import torch
 
 from unsoftmax.kernels.gsa.chunked import operand_dtype
 from unsoftmax.kernels.gsa.reference import GSAState
-from unsoftmax.kernels.gsa.triton_chunk import backward, forward, one_token, takes_exact
+from unsoftmax.kernels.gsa.triton_chunk import backward, forward, one_token
 from unsoftmax.kernels.gsa.triton_tiles import backward as tiled_backward
 from unsoftmax.kernels.gsa.triton_tiles import forward as tiled_forward
 
@@ -26,7 +26,7 @@ def gsa_triton(
     state: GSAState | None = None,
     cu_seqlens: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, GSAState]:
-    """As `unsoftmax.kernels.gsa.chunked.gsa`, by the kernels of triton_chunk.py.
+    """As `unsoftmax.kernels.gsa.chunked.gsa`, by the kernels of triton_tiles.py or triton_chunk.py.
 
     q, k and v are cast to operand_dtype. One token after slots in 16 bits leaves slots in 16 bits.
     """
@@ -45,6 +45,11 @@ def gsa_triton(
     return o.to(out), GSAState(*after)
 
 
+def tiled(dtype: torch.dtype) -> bool:
+    """Whether operands of this dtype go to triton_tiles.py; else to triton_chunk.py, exact and slow."""
+    return dtype == torch.bfloat16
+
+
 @torch.library.custom_op("unsoftmax::gsa", mutates_args=())
 def _gsa(
     q: torch.Tensor,
@@ -58,7 +63,7 @@ def _gsa(
     scale: float,
     mass: bool,
 ) -> Tensors:
-    run = forward if takes_exact(q.dtype) else tiled_forward
+    run = tiled_forward if tiled(q.dtype) else forward
     return run(q, k, v, log_gate, scale, mass, k0, v0, kept0, cu_seqlens)
 
 
@@ -91,7 +96,7 @@ def _gsa_backward(
 ) -> Gradients:
     k0, v0 = (None if x is None else x.float() for x in (k0, v0))
     inputs = q, k, v, log_gate, scale, mass, k0, v0, kept0, cu_seqlens
-    run = backward if takes_exact(q.dtype) else tiled_backward
+    run = tiled_backward if tiled(q.dtype) else backward
     return run(*inputs, do, dk1, dv1, dkept1)
 
 

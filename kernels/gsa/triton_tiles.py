@@ -9,7 +9,10 @@ up to itself in one product. For tokens i of the block at `first`, j of the chun
 with gates of pairs no lower than -9: both factors stay below 2^112, and the second is at most 2^8 for j
 before the block, where it is dropped once it is below 2^-28 at the block's first token (a rule that later
 tokens do not touch). e^N is a power of two: it depends on later tokens, but moves no bit of any product of
-the two factors.
+the two factors. What a lower gate should have removed stays, e^-9 or 1.2e-4 of it, below bfloat16's rounding;
+h_t is put right by e^{log_gate + 9}. What pairs give to h_t is summed over rows less summed over columns of
+the same rounded products, which cancel to float32 rounding. Products with the factors are in tf32: bfloat16
+would double the error of o.
 
     _gates      a chunk: sums of log_gate from its start, which everything else reads.
     _project    a chunk: x^T W, the slots that it writes, or what its reads ask of the slots before it.
@@ -28,8 +31,6 @@ except ImportError as error:
     raise ImportError("the Triton kernels of gated slot attention need triton") from error
 
 from unsoftmax.kernels.gsa.triton_chunk import (
-    _dot,
-    _fine_dot,
     _load_gate,
     _one_token,
     _pad,
@@ -37,27 +38,41 @@ from unsoftmax.kernels.gsa.triton_chunk import (
     _plain,
     _Plan,
     _read_grad,
-    _rows,
     _run_scan,
-    _tokens,
+    _tile,
     one_token,
 )
 
 CHUNK = 64
 HEADS = {"forward": 4, "rows": 4, "dx": 4, "dgate": 4}  # query heads in the rows of a product: 64 rows
 WARPS = {"project": 4, "forward": 4, "rows": 4, "dx": 4, "dgate": 4}  # of up to 64 slots; else twice as many
-# of a thread, at most (up to 64 slots): 168 lets a multiprocessor hold three programs of 4 warps
-REGISTERS = {
-    "project": None,
-    "forward": 168,
-    "rows": None,
-    "dx": 168,
-    "dgate": None,
-}
 STAGES = {"project": 2, "forward": 1, "rows": 1, "dx": 1, "dgate": 1}  # of loops that load ahead
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _dot(a, b, DT: tl.constexpr):
+    return tl.dot(a.to(DT), b.to(DT), input_precision="ieee")
+
+
+@triton.jit
+def _fine_dot(a, b, dtype: tl.constexpr):
+    """A product of pairs, in tf32 where the large ones are bfloat16: it is small, and roundings add up."""
+    return tl.dot(a, b, input_precision="ieee" if dtype == tl.float32 else "tf32")
+
+
+@triton.jit
+def _rows(x, GR: tl.constexpr, M: tl.constexpr):
+    """[16, M] of tokens, repeated for each head of the group: [GR * 16, M]."""
+    return tl.reshape(tl.broadcast_to(x[None, :, :], (GR, 16, M)), (GR * 16, M))
+
+
+@triton.jit
+def _tokens(x, GR: tl.constexpr, M: tl.constexpr):
+    """[GR * 16, M] summed over the group: [16, M]."""
+    return tl.sum(tl.reshape(x, (GR, 16, M)), 0)
 
 
 @triton.jit
@@ -173,6 +188,26 @@ def _column_factors(g_ptr, log_ptr, t, first, start, n, b, step, m, m_ok, DT: tl
 
 
 @triton.jit
+def _row_factors(log_ptr, i, n, b, step, m, m_ok, DT: tl.constexpr):
+    """e^{G_i - N} of tokens i; past the end, that of the last."""
+    return _scaled(_log_rows(log_ptr, tl.minimum(i, b - 1), b, step, m, m_ok), -n, DT)
+
+
+@triton.jit
+def _pair_factors(g_ptr, log_ptr, t, first, b, step, m, m_ok, DT: tl.constexpr):
+    """s e^{N - G_j} of the chunk's tokens t, and e^{G_i - N} of the 16 of the block at `first`."""
+    start, n = _anchors(log_ptr, first, b, step, m, m_ok)
+    col, _ = _column_factors(g_ptr, log_ptr, t, first, start, n, b, step, m, m_ok, DT)
+    return col, _row_factors(log_ptr, first + tl.arange(0, 16), n, b, step, m, m_ok, DT)
+
+
+@triton.jit
+def _query_rows(head, i, b, G: tl.constexpr, H):
+    """Rows of tokens i in q, [tokens * H * G] from the first head of the group; b's where no such head is."""
+    return tl.where(head < G, i * (H * G) + head, b * (H * G))
+
+
+@triton.jit
 def _left(sums_ptr, sums, b, step, m, m_ok, DT: tl.constexpr):
     """What of each token is left at the end of its chunk, from sums [n, M] of log_gate."""
     last = _log_rows(sums_ptr, b - 1 + tl.arange(0, 1), b, step, m, m_ok)
@@ -211,19 +246,11 @@ def _gates(
     tl.store(total_ptr + pid * slots + m, total, mask=m_ok)
 
 
-@triton.jit
-def _tile(ptr, row, end, step, x, X):
-    """Rows [n] of X numbers, `step` apart; 0 from row `end` on."""
-    return tl.load(
-        ptr + row[:, None] * step + x[None, :], mask=(row < end)[:, None] & (x < X)[None, :], other=0.0
-    )
-
-
 @triton.jit(do_not_specialize=["T", "H"])
 def _project(
     x_ptr, w_ptr, g_ptr, sums_ptr, out_ptr, seg_start, seg_end, T, H, X, slots,
     G: tl.constexpr, SEG: tl.constexpr, BX: tl.constexpr, M: tl.constexpr, DT: tl.constexpr,
-    PREC: tl.constexpr, WRITE: tl.constexpr, PACKED: tl.constexpr,
+    WRITE: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H, tiles of X). out [X, M] = sum over the segment's tokens of x^T W.
 
@@ -242,7 +269,7 @@ def _project(
         g = _log_rows(g_ptr + (a * H + h) * slots, t, b, H * slots, m, m_ok)
         sums = _log_rows(sums_ptr, t, b, H * slots, m, m_ok)
         w = _written(g, DT) * _left(sums_ptr, sums, b, H * slots, m, m_ok, DT)
-        S = _dot(tl.trans(y), w, DT, PREC)
+        S = _dot(tl.trans(y), w, DT)
     else:
         decay = _exp2(_log_rows(sums_ptr, t, b, H * slots, m, m_ok) * LOG2E, DT)
         w_ptr += (a * H + h) * G * slots
@@ -250,7 +277,7 @@ def _project(
         for head in range(0, G):
             y = _tile(x_ptr + head * X, t, b, H * G * X, x, X)
             w = _tile(w_ptr + head * slots, t, b, H * G * slots, m, slots).to(tl.float32) * decay
-            S += _dot(tl.trans(y), w, DT, PREC)
+            S += _dot(tl.trans(y), w, DT)
     spot = pid * X * slots + x[:, None] * slots + m[None, :]
     tl.store(out_ptr + spot, S, mask=(x < X)[:, None] & m_ok[None, :])
 
@@ -260,7 +287,7 @@ def _forward(
     q_ptr, k_ptr, v_ptr, g_ptr, sums_ptr, log_ptr, o_ptr, k0_ptr, v0_ptr, gamma_ptr,
     seg_start, seg_end, scale, T, H, D, E, slots,
     G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr,
+    DT: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H * blocks). Reads q, k, v, log_gate and the slots before the segment; writes o."""
     blocks: tl.constexpr = SEG // 16
@@ -274,12 +301,9 @@ def _forward(
     r = tl.arange(0, GR * 16)
     i = first + r % 16
     m_ok = m < slots
-    own = first + tl.arange(0, 16)
     at_g, step = (a * H + h) * slots, H * slots
-    start, n = _anchors(log_ptr + at_g, first, b, step, m, m_ok)
-    col, _ = _column_factors(g_ptr + at_g, log_ptr + at_g, t, first, start, n, b, step, m, m_ok, DT)
-    near1 = _scaled(_log_rows(log_ptr + at_g, tl.minimum(own, b - 1), b, step, m, m_ok), -n, DT)
-    sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)
+    col, near1 = _pair_factors(g_ptr + at_g, log_ptr + at_g, t, first, b, step, m, m_ok, DT)
+    sums = _log_rows(sums_ptr + at_g, first + tl.arange(0, 16), b, step, m, m_ok)
     kept = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
     z1, iz1 = _mass(kept[None, :] + sums, DT)
     end = tl.minimum(b, first + 16)
@@ -293,19 +317,18 @@ def _forward(
     z, iz = _rows(z1, GR, M), _rows(iz1, GR, M)
     causal = i[:, None] >= t[None, :]
     for some in range(0, G, GR):
-        head = some + r // 16
-        row = tl.where(head < G, i * (H * G) + head, b * (H * G))
+        row = _query_rows(some + r // 16, i, b, G, H)
         q = _tile(q_ptr, row, b * (H * G), D, d, D)
         k = _tile(k_ptr, t, end, H * D, d, D)
-        A = tl.where(causal, _dot(q, tl.trans(k), DT, PREC), 0.0)
+        A = tl.where(causal, _dot(q, tl.trans(k), DT), 0.0)
         inner = _fine_dot(A, col, DT)
         K0 = _tile(k0_ptr, d, D, slots, m, slots)
-        U = scale * (decay * _dot(q, K0, DT, PREC) + near * inner)
+        U = scale * (decay * _dot(q, K0, DT) + near * inner)
         P = _read(U, z, iz, m_ok, MASS, DT)
         Bm = tl.where(causal, _fine_dot(P * near, tl.trans(col), DT), 0.0)
         V0 = _tile(v0_ptr, e, E, slots, m, slots)
-        O = _dot(P * decay, tl.trans(V0), DT, PREC)
-        O += _dot(Bm, _tile(v_ptr, t, end, H * E, e, E), DT, PREC)
+        O = _dot(P * decay, tl.trans(V0), DT)
+        O += _dot(Bm, _tile(v_ptr, t, end, H * E, e, E), DT)
         ok = (row < b * (H * G))[:, None] & (e < E)[None, :]
         tl.store(o_ptr + row[:, None] * E + e[None, :], O, mask=ok)
 
@@ -316,7 +339,7 @@ def _rows_grad(
     dq_ptr, p_ptr, du_ptr, walk_ptr, paired_ptr, drift_ptr,
     seg_start, seg_end, scale, T, H, D, E, slots,
     G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr,
+    DT: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H * blocks). dq; P and scale dU [tokens, HQ, M]; of the gates, before they are summed
     over later reads, walk and paired [tokens, H, M]; with mass also drift [segments, blocks, H, M], its sum
@@ -335,9 +358,7 @@ def _rows_grad(
     m_ok = m < slots
     own = first + tl.arange(0, 16)
     at_g, step = (a * H + h) * slots, H * slots
-    start, n = _anchors(log_ptr + at_g, first, b, step, m, m_ok)
-    col, _ = _column_factors(g_ptr + at_g, log_ptr + at_g, t, first, start, n, b, step, m, m_ok, DT)
-    near1 = _scaled(_log_rows(log_ptr + at_g, tl.minimum(own, b - 1), b, step, m, m_ok), -n, DT)
+    col, near1 = _pair_factors(g_ptr + at_g, log_ptr + at_g, t, first, b, step, m, m_ok, DT)
     sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)
     gamma = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :] + sums
     z1, iz1 = _mass(gamma, DT)
@@ -358,22 +379,21 @@ def _rows_grad(
     paired = tl.zeros((16, M), tl.float32)
     drift = tl.zeros((16, M), tl.float32)
     for some in range(0, G, GR):
-        head = some + r // 16
-        row = tl.where(head < G, i * (H * G) + head, b * (H * G))
+        row = _query_rows(some + r // 16, i, b, G, H)
         r_ok = (row < b * (H * G))[:, None]
         q = _tile(q_ptr, row, b * (H * G), D, d, D)
         k = _tile(k_ptr, t, end, H * D, d, D)
         K0 = _tile(k0_ptr, d, D, slots, m, slots)
-        A = tl.where(causal, _dot(q, tl.trans(k), DT, PREC), 0.0)
-        read_k = decay * _dot(q, K0, DT, PREC)
+        A = tl.where(causal, _dot(q, tl.trans(k), DT), 0.0)
+        read_k = decay * _dot(q, K0, DT)
         do = _tile(do_ptr, row, b * (H * G), E, e, E)
         v = _tile(v_ptr, t, end, H * E, e, E)
         inner = _fine_dot(A, col, DT)
         U = scale * (read_k + near * inner)
         P = _read(U, z, iz, m_ok, MASS, DT)
-        dB = tl.where(causal, _dot(do, tl.trans(v), DT, PREC), 0.0)
+        dB = tl.where(causal, _dot(do, tl.trans(v), DT), 0.0)
         V0 = _tile(v0_ptr, e, E, slots, m, slots)  # not before: v's shared memory is free again
-        read_v = decay * _dot(do, V0, DT, PREC)
+        read_v = decay * _dot(do, V0, DT)
         dinner = _fine_dot(dB, col, DT)
         dU, dz = _read_grad(P, U, z, iz, read_v + near * dinner, MASS)
         dU = dU * scale
@@ -391,7 +411,7 @@ def _rows_grad(
         dA = tl.where(causal, _fine_dot(dUn, tl.trans(col), DT), 0.0)
         sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)  # again, so that no register waits for it
         decay_again = _rows(_exp2(sums * LOG2E, DT), GR, M)
-        dq = _dot(dU * decay_again, tl.trans(K0), DT, PREC) + _dot(dA, k, DT, PREC)
+        dq = _dot(dU * decay_again, tl.trans(K0), DT) + _dot(dA, k, DT)
         tl.store(dq_ptr + row[:, None] * D + d[None, :], dq, mask=r_ok & (d < D)[None, :])
     if MASS:
         drift = drift * _exp2(gamma * LOG2E, DT)
@@ -407,7 +427,7 @@ def _rows_grad(
 def _dx(
     y_ptr, w_ptr, g_ptr, sums_ptr, log_ptr, ds1_ptr, dx_ptr, seg_start, seg_end, T, H, X, slots,
     G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, XP: tl.constexpr, M: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, PACKED: tl.constexpr,
+    DT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H). dx = B^T y + W dS^T: of k from y = q, W = scale dU, or of v from do and P.
 
@@ -427,19 +447,18 @@ def _dx(
     dS = _tile(ds1_ptr + pid * X * slots, f, X, slots, m, slots)
     sums = _log_rows(sums_ptr, t, b, step, m, m_ok)
     w = _written(_log_rows(g_ptr, t, b, step, m, m_ok), DT) * _left(sums_ptr, sums, b, step, m, m_ok, DT)
-    dx = _dot(w, tl.trans(dS), DT, PREC)
+    dx = _dot(w, tl.trans(dS), DT)
     for first in range(0, b, 16):
         start, n = _anchors(log_ptr, first, b, step, m, m_ok)
         col, _ = _column_factors(g_ptr, log_ptr, t, first, start, n, b, step, m, m_ok, DT)
         i = first + r % 16
-        near = _scaled(_log_rows(log_ptr, tl.minimum(i, b - 1), b, step, m, m_ok), -n, DT)
+        near = _row_factors(log_ptr, i, n, b, step, m, m_ok, DT)
         for some in range(0, G, GR):
-            head = some + r // 16
-            row = tl.where(head < G, i * (H * G) + head, b * (H * G))
+            row = _query_rows(some + r // 16, i, b, G, H)
             y = _tile(y_ptr, row, b * (H * G), X, f, X)
             Wn = _tile(w_ptr, row, b * (H * G), slots, m, slots).to(tl.float32) * near
             B = tl.where(t[:, None] <= i[None, :], _fine_dot(col, tl.trans(Wn), DT), 0.0)
-            dx += _dot(B, y, DT, PREC)
+            dx += _dot(B, y, DT)
     spot = (a * H + h) * X + t[:, None] * (H * X) + f[None, :]
     tl.store(dx_ptr + spot, dx, mask=(t < b)[:, None] & (f < X)[None, :])
 
@@ -449,7 +468,7 @@ def _dgate(
     x_ptr, y_ptr, w_ptr, g_ptr, sums_ptr, log_ptr, s0_ptr, ds1_ptr, dgamma_ptr, paired_ptr, dg_ptr,
     seg_start, seg_end, T, H, X, slots,
     G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, XP: tl.constexpr, M: tl.constexpr,
-    DT: tl.constexpr, PREC: tl.constexpr, WALK: tl.constexpr, PACKED: tl.constexpr,
+    DT: tl.constexpr, WALK: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H). What goes by x of dlog_gate; x = k, y = q, W = scale dU, or v, do, P.
 
@@ -473,14 +492,13 @@ def _dgate(
     for first in range(0, b, 16):
         start, n = _anchors(log_ptr, first, b, step, m, m_ok)
         i = first + r % 16
-        near = _scaled(_log_rows(log_ptr, tl.minimum(i, b - 1), b, step, m, m_ok), -n, DT)
+        near = _row_factors(log_ptr, i, n, b, step, m, m_ok, DT)
         dcol = tl.zeros((SEG, M), tl.float32)
         for some in range(0, G, GR):
-            head = some + r // 16
-            row = tl.where(head < G, i * (H * G) + head, b * (H * G))
+            row = _query_rows(some + r // 16, i, b, G, H)
             y = _tile(y_ptr, row, b * (H * G), X, f, X)
             Wn = _cut(_tile(w_ptr, row, b * (H * G), slots, m, slots).to(tl.float32) * near, DT)
-            A = tl.where(t[:, None] <= i[None, :], _dot(x, tl.trans(y), DT, PREC), 0.0)
+            A = tl.where(t[:, None] <= i[None, :], _dot(x, tl.trans(y), DT), 0.0)
             dcol += _fine_dot(A, Wn, DT)
         col, anti = _column_factors(g_ptr, log_ptr, t, first, start, n, b, step, m, m_ok, DT)
         ds += dcol * anti
@@ -493,7 +511,7 @@ def _dgate(
     kept_on = tl.sum(S0.to(tl.float32) * dS.to(tl.float32), 0)[None, :] * tl.exp(last)
     left = _left(sums_ptr, _log_rows(sums_ptr, t, b, step, m, m_ok), b, step, m, m_ok, DT)
     g = _load_gate(g_ptr, t, b, step, m, m_ok)
-    reach = left * _dot(x, dS, DT, PREC)
+    reach = left * _dot(x, dS, DT)
     ds += reach
     earlier, later = t[:, None] > t[None, :], t[:, None] <= t[None, :]
     paths = _summed_by(earlier, _written(g, DT) * reach, DT) + kept_on
@@ -510,15 +528,14 @@ def _dgate(
 
 
 def _kind(plan: _Plan) -> dict:
-    more = plan.kind()
-    del more["EXACT"]
-    return more | {"G": plan.group, "SEG": plan.segment}
+    """Constants of every kernel that makes products; DT is that of their operands."""
+    operands = tl.bfloat16 if plan.dot == torch.bfloat16 else tl.float32
+    return plan.kind() | {"G": plan.group, "DT": operands}
 
 
 def _options(plan: _Plan, kernel: str) -> dict:
     warps = WARPS[kernel] * (2 if plan.M > 64 else 1)
-    registers = REGISTERS[kernel] if plan.M <= 64 else None
-    return {"num_warps": warps, "num_stages": STAGES[kernel], "maxnreg": registers}
+    return {"num_warps": warps, "num_stages": STAGES[kernel]}
 
 
 def _tiles(plan: _Plan, kernel: str) -> dict:
