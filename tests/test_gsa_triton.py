@@ -39,7 +39,8 @@ def close(name: str, ours: torch.Tensor, gold: torch.Tensor, allowed: float) -> 
 
 @pytest.mark.parametrize("mass", [False, True], ids=["published read", "mass"])
 def test_output_state_and_gradients_equal_the_definition(mass, device, pairs, short_segments):
-    tensors = inputs((1, 35, 3, 1, 12, 20, 5), "soft", device, torch.float32)
+    HQ = 2 if pairs == "exact pairs" else 3  # heads that are read together are padded to 4
+    tensors = inputs((1, 35, HQ, 1, 12, 20, 5), "soft", device, torch.float32)
     gold = everything(gsa_reference, tensors, mass=mass)
     ours, plain = (
         everything(op, in_dtype(tensors, torch.float32), mass=mass) for op in (triton, gsa_reference)
@@ -243,7 +244,7 @@ FENCED = {  # pairs in factors, tokens, documents
     "a block and a token": (True, 17, None),
     "a segment and a token": (True, 129, None),
     "documents": (True, 61, [0, 1, 34, 34, 61]),
-    "documents, exact pairs": (False, 21, [0, 1, 18, 18, 21]),
+    "documents, exact pairs": (False, 18, [0, 1, 1, 18]),
 }
 
 
@@ -251,7 +252,8 @@ FENCED = {  # pairs in factors, tokens, documents
 @pytest.mark.parametrize(("factored", "T", "cuts"), FENCED.values(), ids=FENCED)
 def test_kernels_touch_no_byte_outside_their_tensors(factored, T, cuts, device, monkeypatch, fenced):
     monkeypatch.setattr(triton_op, "tiled", lambda dtype: factored)
-    tensors = in_dtype(inputs((1, T, 4, 1, 20, 24, 12), "soft", device, torch.float32), torch.float32)
+    HQ = 4 if factored else 1  # the interpreter is slow, and exact pairs are the same for each head
+    tensors = in_dtype(inputs((1, T, HQ, 1, 20, 24, 12), "soft", device, torch.float32), torch.float32)
     cu = None if cuts is None else torch.tensor(cuts)
     found = everything(triton, tensors, mass=True, cu_seqlens=cu)
     if T == 1:
