@@ -59,7 +59,10 @@ def onehot() -> Iterator[Job]:
             "C": b.chunk,
         }
         fixed |= {"BIAS": True, "STATE": False, "PACKED": False, "END": False, "SIZE": 2 * D}
-        fixed |= {"W": 1, "UNEVEN": True} if M > 64 else {"UNEVEN": False, "heads": None}
+        if M > 64:  # as the layer calls it: without biases
+            fixed |= {"W": 1, "UNEVEN": True, "BIAS": False} | dict.fromkeys(("bias", "part_bias", "dbias"))
+        else:
+            fixed |= {"UNEVEN": False, "heads": None}
         read, dq = (
             {"BN": keys, "NS": -(-M // keys), "BR": rows, "HB": heads}
             for keys, rows, heads in ((b.keys, b.read_rows, b.read_heads), (b.dq_keys, b.dq_rows, b.dq_heads))

@@ -701,14 +701,16 @@ def _after(
     """Grid [B H, blocks (+ more for the biases)]: the reverse pass over the tiles of a row."""
     b, block = tl.program_id(0) // H, tl.program_id(1)
     size, lead = _slots(heads, tl.program_id(0) % H, M, UNEVEN)
+    if BIAS:  # noqa: SIM102  triton 3.6 compiles what stands behind a constant and a tensor
+        if block >= blocks:
+            y = (block - blocks) * BX + tl.arange(0, BX)
+            _walk_back(
+                part_bias, last, d_end_bias, d_state_bias, table, b, y, n, size, lead, S, 1,
+                END, STATE, PACKED, U,
+            )  # fmt: skip
     if block < blocks:
         x = block * BX + tl.arange(0, BX)
         _walk_back(part, last, d_end, d_state, table, b, x, n, size, lead, S, SIZE, END, STATE, PACKED, U)
-    else:
-        x = (block - blocks) * BX + tl.arange(0, BX)
-        _walk_back(
-            part_bias, last, d_end_bias, d_state_bias, table, b, x, n, size, lead, S, 1, END, STATE, PACKED, U
-        )
 
 
 @triton.jit
