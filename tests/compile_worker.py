@@ -215,7 +215,7 @@ def tiles() -> Iterator[Job]:
     forms += [("dx", "dx", {}), ("dgate", "dgate", {})]
     for name, cut, more in forms:
         kernel = getattr(ops, f"_{name}")
-        options = ops._options(plan, cut) if cut else {"num_warps": 2}
+        options = ops._options(plan, cut, int(sys.argv[2]) // 10) if cut else {"num_warps": 2}
         own = fixed | more | ({"GR": ops._tiles(plan, cut)["GR"]} if cut in ops.HEADS else {})
         own = {n: own[n] for n in kernel.arg_names if n in own}
         types = dict.fromkeys(kernel.arg_names, "*bf16") | {f"{x}_ptr": "*fp32" for x in singles}
