@@ -25,7 +25,9 @@ lint: $(STAMP)
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 bench: $(STAMP)
-	$(BIN)/python benchmarks/kernels.py
+	$(BIN)/python benchmarks/check_gsa.py
+	$(BIN)/python benchmarks/check_onehot.py
+	$(BIN)/python benchmarks/check_polysketch.py
 
 install: $(STAMP)
 
