@@ -158,21 +158,26 @@ def _perplexity(name: str, m: Measurement) -> Check:
 def window_control(config: PretrainedConfig) -> tuple[float | None, list[dict]]:
     """Each ring layer as softmax over the window its slots could hold, and how far the two may be apart.
 
-    None where slots keep what is worth it: then they and the window hold other tokens, and differ.
+    None where slots keep what is worth it: then they and the window hold other tokens, and differ. Slots
+    dealt unevenly are held against a window of as many in every head.
     """
+    rings = [e for e in config.layer_mixers if e["name"] == "gsa" and e["start"] == "ring"]
+    slots = [n for e in rings for n in _each(e["num_slots"])]
     entries, same = [], True
     for entry in config.layer_mixers:
-        if entry["name"] == "gsa" and entry["start"] == "ring":
-            sinks = entry["sinks"]
-            slots = entry["num_slots"]
-            uneven = isinstance(slots, (list, tuple))
-            mean = round(sum(slots) / len(slots)) if uneven else slots
-            entries.append({"name": "window", "window": mean - sinks, "sinks": sinks})
+        if entry in rings:
+            uneven, sinks = not isinstance(entry["num_slots"], int), entry["sinks"]
+            reach = round(sum(slots) / len(slots)) if uneven else entry["num_slots"]
+            entries.append({"name": "window", "window": reach - sinks, "sinks": sinks})
             same = same and not uneven and entry["recent"] is None
         else:
             entries.append(entry)
             same = same and entry["name"] in (SOFTMAX, "window")
     return (SAME if same else None), entries
+
+
+def _each(num_slots: int | list[int] | tuple[int, ...]) -> list[int]:
+    return [num_slots] if isinstance(num_slots, int) else list(num_slots)
 
 
 def _reload_differs(model: PreTrainedModel, folder: Path) -> int:

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -363,6 +364,14 @@ def test_the_window_control_has_the_reach_of_the_slots():
     assert limit is None and entries == [window, window, {"name": "softmax"}]
     config.layer_mixers = config.layer_mixers[1:]
     assert window_control(config)[0] == verify.SAME
+
+
+def test_uneven_slots_are_held_against_a_window_of_their_mean():
+    entry = RING | {"start": "ring", "sinks": 2, "recent": 4}
+    layers = [entry | {"num_slots": [30, 10]}, {"name": "softmax"}, entry | {"num_slots": [6, 18]}]
+    limit, entries = window_control(SimpleNamespace(layer_mixers=layers))
+    window = {"name": "window", "window": 14, "sinks": 2}
+    assert limit is None and entries == [window, {"name": "softmax"}, window]
 
 
 def test_a_pickle_source_is_converted_and_verified(recipe, said, tmp_path):

@@ -389,3 +389,20 @@ BAD_OPTIONS = {
 def test_an_option_out_of_range_is_named_with_one_that_works(named, options):
     with pytest.raises(ValueError, match=named):
         GSAOptions(**options)
+
+
+def test_a_backward_pass_inside_autocast_is_the_one_outside(device):
+    layer = layer_of(device, num_slots=(12, 7), sinks=2, recent=4).float()
+    x, rotary = rows(70, device)
+    x, rotary = x.float(), Rotary(rotary.cos.float(), rotary.sin.float())
+    grads = []
+    for inside in (True, False):
+        mine = x.clone().requires_grad_()
+        with torch.autocast(device.type, dtype=torch.bfloat16):
+            loss = layer(mine, rotary=rotary)[0].square().sum()
+            if inside:
+                loss.backward()
+        if not inside:
+            loss.backward()
+        grads.append(mine.grad)
+    assert torch.equal(*grads)

@@ -129,37 +129,48 @@ def _beside(cu_seqlens: torch.Tensor, T: int) -> tuple[torch.Tensor, torch.Tenso
 
 @torch.no_grad()
 def _choose(importance, decay, slots, sinks, recent, real, seen, state: Keep) -> tuple[torch.Tensor, Keep]:
-    """choose_slots for rows [N, T, H], one token after another, all heads of all rows at once."""
+    """choose_slots for rows [N, T, H], all heads of all rows at once.
+
+    Tokens come in blocks so short that none is overwritten in its own block: what every slot is worth at each
+    of its steps is then known before, and only the search goes token by token, past the slots just taken.
+    """
     N, T, H = importance.shape
     ones = torch.ones(N, T, dtype=torch.int64, device=importance.device) if real is None else real.long()
     index = ones.cumsum(1) - 1 if seen is None else ones.cumsum(1) - 1 + seen.unsqueeze(1)
-    born, worth = (_side_by_side(x, slots) for x in state)
-    sizes, slot = (torch.tensor(x, device=importance.device) for x in (slots, range(max(slots))))
-    fixed = (slot < sinks) | (slot >= sizes.unsqueeze(-1))  # [H, M]
+    M = max(slots)  # also the number of a column beside the slots, which padding takes
+    born, worth = (torch.nn.functional.pad(_side_by_side(x, slots), (0, 1)) for x in state)
+    sizes, slot = (torch.tensor(x, device=importance.device) for x in (slots, range(M + 1)))
+    fixed = (slot < sinks) | (slot >= sizes.unsqueeze(-1))  # [H, M + 1]
     worth = worth.masked_fill(fixed, torch.inf)  # a candidate never
-    latest = (sizes - sinks).clamp_max(recent).view(1, H, 1)
-    fall, write = -decay.view(1, H, 1), []
+    latest, fall = (sizes - sinks).clamp_max(recent), -decay.view(1, H, 1, 1)
     ages = torch.arange(int(index.max()) + 2 if T else 1, device=importance.device)
     logs = ages.float().clamp_min_(1).log2_()  # a table: so small a log2 waits for threads, a lookup does not
-    for t in range(T):
-        i = index[:, t].view(N, 1, 1)
-        age = i - born
-        value = torch.addcmul(worth, fall, logs[age]).masked_fill_(age < latest, torch.inf)
-        taken = torch.where(i < sizes.view(1, H, 1), i, value.argmin(-1, keepdim=True))
-        now = torch.where(taken < sinks, torch.inf, importance[:, t].unsqueeze(-1))
-        if real is None:
-            write.append(taken)
-            born.scatter_(-1, taken, i.expand(N, H, 1))
-            worth.scatter_(-1, taken, now)
-            continue
-        here = real[:, t].view(N, 1, 1)
-        taken = torch.where(here, taken, 0)
-        write.append(torch.where(here, taken, -1))
-        born.scatter_(-1, taken, torch.where(here, i, born.gather(-1, taken)))
-        worth.scatter_(-1, taken, torch.where(here, now, worth.gather(-1, taken)))
-    chosen = torch.cat(write, -1).transpose(1, 2) if write else born.new_zeros(N, 0, H)
+    write = [born.new_zeros(N, H, 0)]
+    block = min(recent, min(slots) - sinks)
+    for t in range(0, T, block):
+        i = index[:, None, t : t + block]  # [N, 1, tokens]
+        age = i.unsqueeze(-1) - born.unsqueeze(2)
+        value = torch.addcmul(worth.unsqueeze(2), fall, logs[age])
+        value.masked_fill_(age < latest.view(1, H, 1, 1), torch.inf)  # [N, H, tokens, M + 1]
+        filling = bool((i < M).any())
+        taken = []
+        for step in range(i.shape[-1]):
+            now, best = i[..., step, None], value[:, :, step].argmin(-1, keepdim=True)
+            if filling:
+                best = torch.where(now < sizes.view(1, H, 1), now, best)
+            if real is not None:
+                best = torch.where(real[:, t + step].view(N, 1, 1), best, M)
+            taken.append(best)
+            value.scatter_(-1, best.unsqueeze(2).expand(N, H, i.shape[-1], 1), torch.inf)
+        chosen = torch.cat(taken, -1)  # [N, H, tokens]
+        stays = (chosen < sinks) | (chosen == M)
+        born.scatter_(-1, chosen, i.expand(chosen.shape))
+        mine = importance[:, t : t + block].transpose(1, 2)
+        worth.scatter_(-1, chosen, torch.where(stays, torch.inf, mine))
+        write.append(chosen if real is None else torch.where(chosen == M, -1, chosen))
     after = (born, worth.masked_fill(fixed, 0.0))
-    return chosen, Keep(*(torch.cat([x[:, h, :n] for h, n in enumerate(slots)], 1) for x in after))
+    keep = Keep(*(torch.cat([x[:, h, :n] for h, n in enumerate(slots)], 1) for x in after))
+    return torch.cat(write, -1).transpose(1, 2), keep
 
 
 def _side_by_side(x: torch.Tensor, slots: tuple[int, ...]) -> torch.Tensor:

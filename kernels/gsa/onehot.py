@@ -246,6 +246,11 @@ class _Read(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        with torch.autocast(do.device.type, enabled=False):  # someone may call backward inside of one
+            return _Read._backward(ctx, do)
+
+    @staticmethod
+    def _backward(ctx: Any, do: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         q, k, v, slot_bias, own_bias, o, *plan = ctx.saved_tensors
         plan, factor, G = _Plan._make((*plan, None, None)), ctx.factor, ctx.G
         dq, dk, dv = q.new_empty(len(q) + 1, q.shape[-1]), torch.zeros_like(k), torch.zeros_like(v)
