@@ -22,6 +22,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from unsoftmax.kernels.chip import registers
+
 NAMES = {torch.float32: "fp32", torch.float16: "fp16", torch.bfloat16: "bf16"}
 BINARIES = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 Job = tuple[
@@ -160,6 +162,7 @@ def polysketch() -> Iterator[Job]:
         for name, (kernel, fixed, tiles) in kernels.items():
             names = kernel.arg_names
             options = {o: fixed.get(o) or getattr(tiles, o[4:]) for o in ("num_warps", "num_stages")}
+            options |= {"maxnreg": registers(int(sys.argv[2]) // 10)} if "maxnreg" in fixed else {}
             fixed = {n: fixed[n] for n in names if n in fixed}
             fixed |= {n: None for n in (*absent, *absences) if n in names}
             if name in ("_starts", "_programs"):
@@ -206,7 +209,7 @@ def tiles() -> Iterator[Job]:
 
     D, G, M = 128, 4, 64
     q, k, g = (torch.empty(1, 256, *x, device="meta") for x in ((8 * G, D), (8, D), (8, M)))
-    plan = ops._Plan(q.bfloat16(), k, k, g, None, ops.CHUNK)
+    plan, most = ops._Plan(q.bfloat16(), k, k, g, None, ops.CHUNK), registers(int(sys.argv[2]) // 10)
     singles = ("g", "gamma", "dgamma", "dg", "total", "walk", "drift", "sums", "log", "paired")
     sizes = {"D": D, "E": D, "X": D, "slots": M, "DP": D, "EP": D, "XP": D, "BX": D, "MASS": True}
     fixed = ops._kind(plan) | sizes | {"WALK": True, "seg_start": None, "seg_end": None}
@@ -215,7 +218,7 @@ def tiles() -> Iterator[Job]:
     forms += [("dx", "dx", {}), ("dgate", "dgate", {})]
     for name, cut, more in forms:
         kernel = getattr(ops, f"_{name}")
-        options = ops._options(plan, cut, int(sys.argv[2]) // 10) if cut else {"num_warps": 2}
+        options = ops._options(plan, cut) | {"maxnreg": most} if cut else {"num_warps": 2}
         own = fixed | more | ({"GR": ops._tiles(plan, cut)["GR"]} if cut in ops.HEADS else {})
         own = {n: own[n] for n in kernel.arg_names if n in own}
         types = dict.fromkeys(kernel.arg_names, "*bf16") | {f"{x}_ptr": "*fp32" for x in singles}

@@ -30,6 +30,7 @@ try:  # so that Transformers does not ask for triton where a bundle of these fil
 except ImportError as error:
     raise ImportError("the Triton kernels of gated slot attention need triton") from error
 
+from unsoftmax.kernels.chip import registers
 from unsoftmax.kernels.gsa.triton_chunk import (
     _load_gate,
     _one_token,
@@ -533,13 +534,9 @@ def _kind(plan: _Plan) -> dict:
     return plan.kind() | {"G": plan.group, "DT": operands}
 
 
-def _options(plan: _Plan, kernel: str, major: int | None = None) -> dict:
-    """major: of the chip's compute capability; None asks the GPU. Before Hopper the assembler of triton 3.9
-    takes 32 registers and spills 11 KB a thread unless it is told that there are more."""
-    if major is None:
-        major = torch.cuda.get_device_capability()[0] if torch.cuda.is_available() else 9
+def _options(plan: _Plan, kernel: str) -> dict:
     warps = WARPS[kernel] * (2 if plan.M > 64 else 1)
-    return {"num_warps": warps, "num_stages": STAGES[kernel], "maxnreg": 255 if major < 9 else None}
+    return {"num_warps": warps, "num_stages": STAGES[kernel], "maxnreg": registers()}
 
 
 def _tiles(plan: _Plan, kernel: str) -> dict:

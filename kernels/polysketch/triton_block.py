@@ -53,6 +53,7 @@ try:
 except ImportError as error:  # a build of torch without GPUs
     raise ImportError("the PolySketch kernels need triton") from error
 
+from unsoftmax.kernels.chip import registers
 from unsoftmax.kernels.polysketch.sketch import TILE, num_features
 
 OPS = re.sub(r"\W", "_", __name__)  # a copy in a checkpoint's folder registers its own
@@ -1060,7 +1061,7 @@ class _Shape(NamedTuple):
             **self.chunk_tiles(heads, reverse), "E": self.E, "BE": min(128, _power_of_two(self.E)),
             "TWO": tiles.rows > TILE**2 and self.pairs % 2 == 0,
             "BC": min(tiles.keys, self.chunk & -self.chunk), "num_warps": tiles.warps,
-            "num_stages": tiles.stages,
+            "num_stages": tiles.stages, "maxnreg": registers(),
         }  # fmt: skip
 
     def mass_tiles(self, heads: int, reverse: bool, tiles: Tiles) -> dict:
