@@ -79,7 +79,8 @@ def test_a_checkpoint_with_the_shapes_of_mistral_7b_converts_trains_and_generate
     MistralForCausalLM(config).bfloat16().save_pretrained(source, max_shard_size="400MB")
     tiny_tokenizer().save_pretrained(source)
     out, run = tmp_path / "converted", tmp_path / "run"
-    recipe = load_recipe("mistral-7b-gsa", ["calibration.text=python-docs", "calibration.tokens=1024"])
+    few = ["calibration.text=python-docs", "calibration.tokens=1024", "calibration.sharing_tokens=1024"]
+    recipe = load_recipe("mistral-7b-gsa", few)
     convert_checkpoint(source, out, recipe, say=lambda line: None)
     brief = ("data.sources=[{text: python-docs}]", "data.context_tokens=128", "train.batch_tokens=128")
     brief += ("train.total_tokens=256", "train.micro_batch_sequences=1", "train.warmup_steps=0")
