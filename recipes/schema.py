@@ -494,7 +494,9 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     if origin in (typing.Union, types.UnionType):
         if value is None and type(None) in args:
             return None
-        return _value(next(a for a in args if a is not type(None)), value, key)
+        kinds = [a for a in args if a is not type(None)]
+        lists = [a for a in kinds if typing.get_origin(a) in (tuple, list)]
+        return _value((lists if isinstance(value, list | tuple) and lists else kinds)[0], value, key)
     if origin is Literal:
         if value not in args or type(value) not in {type(a) for a in args}:
             raise ValueError(f"{key}: {_no_such(str(value), [str(a) for a in args], 'a choice')}")

@@ -206,3 +206,11 @@ def test_a_folder_or_a_binary_file_is_no_recipe(tmp_path):
 def test_reading_the_schema_imports_no_torch():
     code = "import sys, unsoftmax.recipes.schema; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+def test_slots_may_be_a_number_for_each_head():
+    recipe = parse_recipe({"source": "tiny", "mixer": {"name": "gsa", "num_slots": [7, 23], "recent": 2}})
+    assert recipe.mixer.options.num_slots == (7, 23)
+    assert parse_recipe(recipe.to_dict()) == recipe
+    with pytest.raises(ValueError, match=r"mixer\.num_slots\.1 is .*whole number"):
+        parse_recipe({"source": "tiny", "mixer": {"name": "gsa", "num_slots": [7, "a"], "recent": 2}})

@@ -143,8 +143,8 @@ def _choose(importance, decay, slots, sinks, recent, real, seen, state: Keep) ->
     fixed = (slot < sinks) | (slot >= sizes.unsqueeze(-1))  # [H, M + 1]
     worth = worth.masked_fill(fixed, torch.inf)  # a candidate never
     latest, fall = (sizes - sinks).clamp_max(recent), -decay.view(1, H, 1, 1)
-    ages = torch.arange(int(index.max()) + 2 if T else 1, device=importance.device)
-    logs = ages.float().clamp_min_(1).log2_()  # a table: so small a log2 waits for threads, a lookup does not
+    oldest = int(index.max()) + 2 if T else 1
+    logs = _logs(max(4096, 1 << oldest.bit_length()), importance.device)
     write = [born.new_zeros(N, H, 0)]
     block = min(recent, min(slots) - sinks)
     for t in range(0, T, block):
@@ -171,6 +171,12 @@ def _choose(importance, decay, slots, sinks, recent, real, seen, state: Keep) ->
     after = (born, worth.masked_fill(fixed, 0.0))
     keep = Keep(*(torch.cat([x[:, h, :n] for h, n in enumerate(slots)], 1) for x in after))
     return torch.cat(write, -1).transpose(1, 2), keep
+
+
+@functools.lru_cache(maxsize=4)
+def _logs(ages: int, device: torch.device) -> torch.Tensor:
+    """log2 of ages, a table: so small a log2 waits for threads, a lookup does not."""
+    return torch.arange(ages, device=device).float().clamp_min_(1).log2_()
 
 
 def _side_by_side(x: torch.Tensor, slots: tuple[int, ...]) -> torch.Tensor:
