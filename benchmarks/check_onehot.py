@@ -79,7 +79,7 @@ REST = {  # other changes
 
 
 def writes(B, T, H, M, W, seed=0):
-    """Slots like the layer's: sinks, a ring, and a memory ring for 1 token in 8 (W = 1: instead)."""
+    """Sinks, a ring, and a second ring that 1 token in 8 enters too (W = 1: instead)."""
     if not isinstance(M, int):
         return torch.cat([writes(B, T, 1, m, W, seed + h) for h, m in enumerate(M)], 2)
     generator = torch.Generator("cuda").manual_seed(seed)

@@ -24,16 +24,14 @@ from unsoftmax.convert.measure import recall_mask
 from unsoftmax.convert.source import Source, available_memory
 from unsoftmax.kernels.gsa.layer import GatedSlotAttention, GSAOptions
 from unsoftmax.kernels.gsa.onehot import slot_attention
-from unsoftmax.kernels.mixer import Mixer, Rotary
+from unsoftmax.kernels.mixer import Rotary
 
 SIZES = (1 / 4, 1 / 2, 3 / 4, 1, 3 / 2, 2, 3, 4, 6)  # numbers of slots tried, in num_slots
 BYTES_PER_PARAMETER = 7  # of the teacher in float32, with some of what its backward pass keeps
 
 
-def shares_slots(mixer: Mixer) -> bool:
+def shares_slots(mixer: GatedSlotAttention) -> bool:
     """Whether a layer's num_slots may be dealt unevenly: what is kept must depend on what it is worth."""
-    if not isinstance(mixer, GatedSlotAttention):
-        return False
     return mixer.options.start == "ring" and mixer.options.recent is not None and len(mixer.options.each) == 1
 
 

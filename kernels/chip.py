@@ -1,10 +1,17 @@
-"""What the GPU at hand asks of a launch."""
+"""Whether Triton is there, and what the GPU at hand asks of a launch."""
 
 from __future__ import annotations
 
 import functools
+import importlib.util
 
 import torch
+
+
+@functools.cache
+def has_triton() -> bool:
+    """Whether triton can be imported; without it every mixer takes its PyTorch form."""
+    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

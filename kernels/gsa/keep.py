@@ -16,11 +16,11 @@ The choice is made one token after another, in float32, and has no gradient.
 from __future__ import annotations
 
 import functools
-import importlib.util
 from typing import NamedTuple
 
 import torch
 
+from unsoftmax.kernels.chip import has_triton
 from unsoftmax.kernels.gsa.onehot_reference import slot_table
 
 NEVER = -1  # born of an empty slot
@@ -95,7 +95,7 @@ def choose_slots(
         unless keep_state.
     """
     importance, decay = importance.detach().float(), decay.detach().float()
-    if backend == "triton" or (backend is None and importance.is_cuda and _has_triton()):
+    if backend == "triton" or (backend is None and importance.is_cuda and has_triton()):
         from unsoftmax.kernels.gsa.triton_keep import choose_slots_triton
 
         rule = slots, sinks, recent
@@ -113,11 +113,6 @@ def choose_slots(
         write = torch.empty(1, T, H, dtype=torch.int64, device=device)
         write[0, place[inside]] = chosen[inside]
     return write, after if keep_state else None
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _beside(cu_seqlens: torch.Tensor, T: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -11,14 +11,13 @@ e^bias over the copies of token j that are alive at i, and -inf otherwise. The o
 over the chunks of each slot's last write; keys and values are read where they lie: no slot is ever stored.
 """
 
-import functools
-import importlib.util
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch.autograd.function import once_differentiable
 
+from unsoftmax.kernels.chip import has_triton
 from unsoftmax.kernels.gsa.onehot_reference import SlotState, slots_of
 from unsoftmax.kernels.mixer import packed
 
@@ -83,14 +82,9 @@ def slot_attention(
 
 
 def _suits_triton(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> bool:
-    if not q.is_cuda or max(q.shape[-1], v.shape[-1]) > 256 or not _has_triton():
+    if not q.is_cuda or max(q.shape[-1], v.shape[-1]) > 256 or not has_triton():
         return False
     return all(x.dtype in (torch.float32, torch.float16, torch.bfloat16) for x in (q, k, v))
-
-
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
 
 
 def _even(q, k, v, write, bias, M, factor, state, cu_seqlens) -> tuple[torch.Tensor, SlotState]:
