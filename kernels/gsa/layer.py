@@ -45,7 +45,7 @@ class GSAOptions(MixerOptions):
     sinks: int = 4
     """First tokens of a document that stay for good (ring start)."""
     recent: int | None = None
-    """Latest tokens sure to stay, such as 16; null: all slots but the sinks are theirs (ring start)."""
+    """Latest tokens sure to stay, such as 8; null: all slots but the sinks are theirs (ring start)."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_slots, int):  # JSON has lists
