@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 from collections.abc import Iterator
 
 import torch
@@ -23,6 +24,14 @@ from unsoftmax.convert.model import CONVERTED_MODELS, ConvertedLayer
 from unsoftmax.kernels.mixer import Mixer
 
 CONVERTED_TYPES = {config.model_type for config in CONVERTED_CONFIGS.values()}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+    "float16": torch.float16,
+    "fp32": torch.float32,
+    "float32": torch.float32,
+}
 
 
 def load(
@@ -68,6 +77,30 @@ def tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         raise ValueError(f"{path} has no tokenizer that can be loaded: {error}") from error
+
+
+def named_device(device: str | None) -> str:
+    """`device` if torch has it; for None the GPU where there is one. Else ValueError, as of --device."""
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if device is None:
+        return "cuda" if count else "cpu"
+    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
+        raise ValueError(f"--device is {device!r}; it must be cpu, cuda or cuda:N, such as cpu")
+    if device != "cpu" and int(device.partition(":")[2] or 0) >= count:
+        there = f"GPUs 0 to {count - 1}" if count else "no GPU"
+        raise ValueError(f"--device is {device!r}, and torch can use {there} here; cpu works")
+    return device
+
+
+def named_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
+    """`dtype` by its name; None is bfloat16 on a GPU, float32 on a CPU. Else ValueError, as of --dtype."""
+    if dtype is None:
+        return torch.bfloat16 if device.startswith("cuda") else torch.float32
+    if isinstance(dtype, torch.dtype):
+        return dtype
+    if dtype not in DTYPES:
+        raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
+    return DTYPES[dtype]
 
 
 def read_config(path: str | os.PathLike) -> PreTrainedConfig:

@@ -11,10 +11,9 @@ import torch
 from transformers import PreTrainedModel
 
 from unsoftmax.convert import provenance
-from unsoftmax.convert.load import CONVERTED_TYPES, load, read_config
+from unsoftmax.convert.load import CONVERTED_TYPES, load, named_device, read_config
 from unsoftmax.convert.load import tokenizer as load_tokenizer
 from unsoftmax.convert.verify import relative_error
-from unsoftmax.eval.harness import named_device
 from unsoftmax.eval.heldout import PYTHON_DOCS, held_out_rows
 from unsoftmax.eval.lifetimes import slot_lifetimes
 from unsoftmax.eval.plot import Curve, Plot, figure

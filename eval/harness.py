@@ -14,7 +14,6 @@ import gc
 import hashlib
 import json
 import logging
-import re
 import sys
 import time
 from collections import Counter
@@ -25,21 +24,13 @@ from typing import Any
 import datasets
 import torch
 
-from unsoftmax.convert.load import load
+from unsoftmax.convert.load import load, named_device, named_dtype
 from unsoftmax.convert.load import tokenizer as load_tokenizer
 from unsoftmax.eval.heldout import PROBE, PYTHON_DOCS, check_fit, held_out_rows, measure_rows
 from unsoftmax.eval.localdata import MissingData, local_datasets
 from unsoftmax.eval.results import assemble, number, versions, write_results
 from unsoftmax.eval.suites import Suite, Task, missing_data, named_suite
 
-DTYPES = {
-    "bf16": torch.bfloat16,
-    "bfloat16": torch.bfloat16,
-    "fp16": torch.float16,
-    "float16": torch.float16,
-    "fp32": torch.float32,
-    "float32": torch.float32,
-}
 BOOTSTRAPS = 1_000  # resamples for the standard error of metrics that are not plain means
 NO_ANSWER = ("", "[invalid]")  # what lm-eval's filters leave where they find no answer
 ENOUGH_TO_JUDGE = 20  # choices before "always A" is said
@@ -165,7 +156,7 @@ def _settings(
         limit=_at_least_one("--limit", limit),
         batch_size=_at_least_one("--batch-size", batch_size) or 8,
         device=named_device(device),
-        dtype=_dtype(dtype, named_device(device)),
+        dtype=named_dtype(dtype, named_device(device)),
         text=text or PYTHON_DOCS,
         answers=None if out is None else Path(out) / "answers",
         max_new_tokens=_at_least_one("--max-new-tokens", max_new_tokens),
@@ -176,29 +167,6 @@ def _at_least_one(key: str, value: int | None) -> int | None:
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
         raise ValueError(f"{key} is {value!r}; it must be a whole number of at least 1, such as 8")
     return value
-
-
-def named_device(device: str | None) -> str:
-    """`device` if torch has it; for None the GPU where there is one. Else ValueError, as of --device."""
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device is None:
-        return "cuda" if count else "cpu"
-    if not re.fullmatch(r"cpu|cuda(:\d+)?", device):
-        raise ValueError(f"--device is {device!r}; it must be cpu, cuda or cuda:N, such as cpu")
-    if device != "cpu" and int(device.partition(":")[2] or 0) >= count:
-        there = f"GPUs 0 to {count - 1}" if count else "no GPU"
-        raise ValueError(f"--device is {device!r}, and torch can use {there} here; cpu works")
-    return device
-
-
-def _dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
-    if dtype is None:
-        return torch.bfloat16 if device.startswith("cuda") else torch.float32
-    if isinstance(dtype, torch.dtype):
-        return dtype
-    if dtype not in DTYPES:
-        raise ValueError(f"--dtype is {dtype!r}; it must be one of {', '.join(DTYPES)}")
-    return DTYPES[dtype]
 
 
 def _check_data(settings: _Settings, say: Say) -> dict[str, str]:

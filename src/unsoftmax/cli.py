@@ -115,7 +115,7 @@ def evaluate(argv: list[str] | None = None) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Console script `unsoftmax`: fetch, demo, compare, explain, export, doctor; returns the exit status."""
+    """Console script `unsoftmax`: fetch, demo, generate, compare, ...; returns the exit status."""
     p = _parser(
         "unsoftmax",
         "Turn softmax-attention checkpoints into linear-time ones.\n\n"
@@ -123,7 +123,7 @@ def main(argv: list[str] | None = None) -> int:
         "",
     )
     verbs = p.add_subparsers(metavar="VERB", required=True, parser_class=argparse.ArgumentParser)
-    for add in (_fetch, _demo, _compare, _explain, _export, _doctor):
+    for add in (_fetch, _demo, _generate, _compare, _explain, _export, _doctor):
         add(verbs)
     return _run(p, argv, lambda a: a.run(a))
 
@@ -161,6 +161,39 @@ def _demo(verbs: argparse._SubParsersAction) -> None:
         from unsoftmax.demo import demo
 
         demo(a.out, source=a.source, data=a.data)
+
+    p.set_defaults(run=run)
+
+
+def _generate(verbs: argparse._SubParsersAction) -> None:
+    p = _verb(
+        verbs,
+        "generate",
+        "write on from a prompt, as it comes",
+        "The text goes to the output, its figures (time a token, memory) to the error output.",
+    )
+    p.add_argument("checkpoint", metavar="CHECKPOINT", help="a converted folder or hub id")
+    p.add_argument("--prompt", metavar="TEXT", required=True, help="what to go on from; - reads the input")
+    p.add_argument("--chat", action="store_true", help="the prompt is a user's turn of a chat")
+    p.add_argument("--max-new-tokens", metavar="N", type=int, default=128, help="at most (default: 128)")
+    p.add_argument(
+        "--temperature", metavar="X", type=float, default=0.0, help="of draws; 0: the likeliest (0)"
+    )
+    p.add_argument("--top-k", metavar="N", type=int, help="draw among the N likeliest")
+    p.add_argument("--top-p", metavar="X", type=float, help="draw among the likeliest that have X together")
+    p.add_argument("--seed", metavar="N", type=int, default=0, help="of draws (default: 0)")
+    p.add_argument(
+        "--stop", metavar="TEXT", action="append", default=[], help="end after it; may be repeated"
+    )
+    p.add_argument("--device", help="cpu, cuda, cuda:1; left out: the GPU where there is one")
+    p.add_argument("--dtype", help="fp32, bf16 or fp16; left out: bf16 on a GPU, fp32 on a CPU")
+
+    def run(a: argparse.Namespace) -> None:
+        from unsoftmax.convert.generate import generate_text
+
+        options = {key: x for key, x in vars(a).items() if key not in ("checkpoint", "prompt", "run")}
+        prompt = sys.stdin.read() if a.prompt == "-" else a.prompt
+        generate_text(a.checkpoint, prompt, **options, say=lambda line: print(line, file=sys.stderr))
 
     p.set_defaults(run=run)
 
