@@ -5,7 +5,7 @@
 Correctness first (against the PyTorch form in float64; one line a failing case), each group of cases in a
 process of its own, all at once; then times in milliseconds at Mistral-7B's shape, 32,768 tokens. After a
 CUDA error a group runs again in a fresh process that waits for every kernel, so that the guilty one is named.
---quick takes at most about 75 seconds.
+--quick takes at most about 110 seconds.
 """
 
 import argparse
@@ -17,7 +17,7 @@ import time
 import torch
 import triton
 
-from unsoftmax.kernels.gsa import triton_chunk, triton_tiles
+from unsoftmax.kernels.gsa import triton_chunk, triton_op, triton_tiles
 from unsoftmax.kernels.gsa.chunked import gsa
 from unsoftmax.kernels.gsa.reference import GSAState
 
@@ -31,14 +31,17 @@ SHAPES = {  # HQ, H, D, E, M
     "wide": (4, 1, 128, 128, 128),
 }
 LENGTHS = [1, 15, 17, 64, 127, 129, 300]
-KERNELS = ("project", "forward", "rows", "dx", "dgate")
-SHIPPED = {name: dict(getattr(triton_tiles, name)) for name in ("HEADS", "WARPS", "STAGES")}
-VARIANTS = [  # what differs from the cut as shipped
+KERNELS = ("project", "forward", "weights", "queries", "pairs", "dx")
+TABLES = ("BLOCKS", "HEADS", "WARPS", "STAGES", "REGISTERS")
+SHIPPED = {name: dict(getattr(triton_tiles, name)) for name in TABLES}
+VARIANTS = [  # what differs from the cut as shipped; keep: whether forward leaves P for backward
     {},
-    {"HEADS": {"rows": 2, "dgate": 2}},
-    {"HEADS": {"rows": 2}},
+    {"keep": False},
+    {"BLOCKS": {"forward": 4}},
     {"WARPS": dict.fromkeys(KERNELS, 8)},
-    {"STAGES": {"project": 3, "dx": 2, "dgate": 2}},
+    {"HEADS": dict.fromkeys(KERNELS[1:], 2)},
+    {"REGISTERS": dict.fromkeys(KERNELS[1:], 168)},
+    {"STAGES": {"project": 3, "pairs": 2, "dx": 2}},
 ]
 PACKED = [0, 1, 34, 34, 170, 300]
 
@@ -176,7 +179,15 @@ def job(name: str, quick: bool, named: bool) -> None:
     if named:
         for kernel in ("_own_state", "_scan", "_forward", "_backward_reads", "_backward"):
             setattr(triton_chunk, kernel, Waiting(kernel, getattr(triton_chunk, kernel)))
-        for kernel in ("_gates", "_project", "_forward", "_rows_grad", "_dx", "_dgate"):
+        for kernel in (
+            "_gates",
+            "_project",
+            "_forward",
+            "_weights_grad",
+            "_queries_grad",
+            "_pairs_grad",
+            "_dx",
+        ):
             setattr(triton_tiles, kernel, Waiting(kernel, getattr(triton_tiles, kernel)))
     for c in jobs(quick)[name]:
         label, began = f"{name} T {c[1]} {c[2]}", time.time()
@@ -197,7 +208,11 @@ def warm(variant: int) -> None:
     step(*big(1, 256, 64 if variant else 128))  # the cases warm the kernels as shipped
 
 
-def setup(variant: dict[str, dict]) -> None:
+KEEPS = triton_op.keeps
+
+
+def setup(variant: dict) -> None:
+    triton_op.keeps = KEEPS if variant.get("keep", True) else lambda *tensors: False
     for name, shipped in SHIPPED.items():
         getattr(triton_tiles, name).update({**shipped, **variant.get(name, {})})
 
@@ -247,9 +262,9 @@ def decode(B: int, dtype=torch.float32) -> dict[str, float]:
         return {"step": triton.testing.do_bench_cudagraph(step, rep=10, return_mode="median")}
 
 
-def kernels(B: int, T: int) -> dict[str, float]:
+def kernels(B: int, T: int, M: int = 64) -> dict[str, float]:
     """Milliseconds of each kernel in one forward and backward."""
-    ins, do = big(B, T)
+    ins, do = big(B, T, M)
     step(ins, do)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         step(ins, do)
@@ -258,18 +273,23 @@ def kernels(B: int, T: int) -> dict[str, float]:
 
 
 def results() -> list[torch.Tensor]:
-    """o and gradients of a fixed problem."""
+    """o and gradients of fixed problems: soft gates, a slot overwritten a token, all kinds of gates."""
     torch.manual_seed(0)
-    ins, do = big(2, 300)
-    return [gsa(*ins, mass=True, backend="triton")[0].detach(), *step(ins, do)]
+    found = []
+    for kind in ("soft", "ring", "mixed"):
+        ins, do = big(2, 300)
+        ins[3] = gates(kind, torch.randn(2, 300, 8, 64, device="cuda")).requires_grad_()
+        found += [gsa(*ins, mass=True, backend="triton")[0].detach(), *step(ins, do)]
+    return found
 
 
 def unlike(first: list[torch.Tensor]) -> dict[str, float]:
-    names = ("o", "dq", "dk", "dv", "dg")
+    names = [f"{n} {kind}" for kind in ("soft", "ring", "mixed") for n in ("o", "dq", "dk", "dv", "dg")]
     return {
         n: ((a.double() - b.double()).norm() / b.double().norm()).item()
         for n, a, b in zip(names, results(), first)
-    }
+        if not a.equal(b)
+    } or {"none, every bit is the same": 0.0}
 
 
 def softmax(B: int, T: int, backend) -> dict[str, float]:
@@ -297,7 +317,7 @@ def attempt(name: str, f, *args) -> None:
         print(json.dumps({"time": name, "error": repr(error)[:300]}), flush=True)
 
 
-def timings(quick: bool) -> None:
+def timings(quick: bool, chosen: list[int]) -> None:
     from torch.nn.attention import SDPBackend
 
     shapes = [(16, 2048), (4, 8192), (1, 32768)]
@@ -305,21 +325,23 @@ def timings(quick: bool) -> None:
     first = results()
     for B, T in shapes:
         attempt(f"gsa {B}x{T}", times, B, T)
-    for B, T in shapes:
-        attempt(f"softmax cuDNN {B}x{T}", softmax, B, T, SDPBackend.CUDNN_ATTENTION)
     attempt("kernels 4x8192", kernels, 4, 8192)
     attempt("gsa 4x8192, 128 slots", times, 4, 8192, 128)
-    for warps, early in ((None, None), (4, True), (8, False)):
+    attempt("its kernels", kernels, 4, 8192, 128)
+    for i in chosen:
+        setup(VARIANTS[i])
+        attempt(f"variant {i} 4x8192 {VARIANTS[i]}", times, 4, 8192)
+        attempt("its kernels", kernels, 4, 8192)
+        attempt("what differs from variant 0", unlike, first)
+    setup(VARIANTS[0])
+    for B, T in shapes:
+        attempt(f"softmax cuDNN {B}x{T}", softmax, B, T, SDPBackend.CUDNN_ATTENTION)
+    for warps, early in ((None, None),) if quick else ((None, None), (4, True), (8, False)):
         triton_chunk.DECODE.update(warps=warps, early=early)
         for B in (1, 8, 64) if warps is None else (64,):
             for dtype in (torch.float32, torch.bfloat16):
                 how = f"{warps} warps, early {early}, {str(dtype)[6:]} slots"
                 attempt(f"decode, {B} rows, {how}", decode, B, dtype)
-    for i, variant in list(enumerate(VARIANTS))[1:]:
-        setup(variant)
-        attempt(f"variant {i} 4x8192 {variant}", times, 4, 8192)
-        attempt("its kernels", kernels, 4, 8192)
-        attempt("its errors against variant 0", unlike, first)
     if not quick:
         setup(VARIANTS[0])
         attempt("softmax FA2 16x2048", softmax, 16, 2048, SDPBackend.FLASH_ATTENTION)
@@ -347,23 +369,24 @@ def finish(process: subprocess.Popen, name: str, until: float) -> list[dict]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--json")
-    parser.add_argument("--quick", action="store_true", help="fewer cases, about 75 seconds")
+    parser.add_argument("--quick", action="store_true", help="fewer cases, about 110 seconds")
     parser.add_argument("--job")
     parser.add_argument("--named", action="store_true")
     parser.add_argument("--warm", type=int)
     parser.add_argument("--time", action="store_true")
+    parser.add_argument("--variants", default=",".join(map(str, range(1, len(VARIANTS)))), help="numbers")
     args = parser.parse_args()
     if args.warm is not None:
         return warm(args.warm)
     if args.job:
         return job(args.job, args.quick, args.named)
+    chosen = [int(x) for x in args.variants.split(",") if x]
     if args.time:
-        return timings(args.quick)
+        return timings(args.quick, chosen)
     began, quick = time.time(), ["--quick"] * args.quick
-    limit = began + (50 if args.quick else 250)
+    limit = began + (70 if args.quick else 250)
     running = {name: start("--job", name, *quick) for name in jobs(args.quick)}
-    variants = range(len(VARIANTS))
-    warming = {f"variant {i}": start("--warm", str(i)) for i in variants}
+    warming = {f"variant {i}": start("--warm", str(i)) for i in (0, *chosen)}
     lines, again = [], {}
     for name, process in running.items():
         found = finish(process, name, limit)
@@ -388,7 +411,9 @@ def main() -> None:
     for (dtype, n), (e, label) in worst.items():
         over = "  above the floor of the rule" if e > FLOORS[getattr(torch, dtype)] else ""
         print(f"  {dtype:9} {n:26} {e:.1e}  {label}{over}")
-    table = finish(start("--time", *quick), "times", began + (80 if args.quick else 500))
+    table = finish(
+        start("--time", "--variants", args.variants, *quick), "times", began + (120 if args.quick else 540)
+    )
     print(torch.cuda.get_device_name(), "torch", torch.__version__, "triton", triton.__version__)
     print(f"--- times, ms ({time.time() - began:.0f} s)")
     for x in table:

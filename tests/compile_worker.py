@@ -210,12 +210,15 @@ def tiles() -> Iterator[Job]:
     D, G, M = 128, 4, 64
     q, k, g = (torch.empty(1, 256, *x, device="meta") for x in ((8 * G, D), (8, D), (8, M)))
     plan, most = ops._Plan(q.bfloat16(), k, k, g, None, ops.CHUNK), registers(int(sys.argv[2]) // 10)
-    singles = ("g", "gamma", "dgamma", "dg", "total", "walk", "drift", "sums", "log", "paired")
+    singles = ("g", "gamma", "dgamma", "dg", "total", "walk", "drift", "sums", "paired")
+    singles += ("near", "col", "mark")
     sizes = {"D": D, "E": D, "X": D, "slots": M, "DP": D, "EP": D, "XP": D, "BX": D, "MASS": True}
-    fixed = ops._kind(plan) | sizes | {"WALK": True, "seg_start": None, "seg_end": None}
+    fixed = ops._kind(plan) | sizes | {"OUT": True, "KEEP": True, "BLOCKS": ops.BLOCKS["forward"]}
+    fixed |= {"seg_start": None, "seg_end": None}
     forms = [("gates", None, {}), ("project", "project", {"WRITE": True, "G": 1})]
-    forms += [("project", "project", {"WRITE": False}), ("forward", "forward", {}), ("rows_grad", "rows", {})]
-    forms += [("dx", "dx", {}), ("dgate", "dgate", {})]
+    forms += [("project", "project", {"WRITE": False}), ("forward", "forward", {})]
+    forms += [("weights_grad", "weights", {}), ("queries_grad", "queries", {}), ("pairs_grad", "pairs", {})]
+    forms += [("dx", "dx", {})]
     for name, cut, more in forms:
         kernel = getattr(ops, f"_{name}")
         options = ops._options(plan, cut) | {"maxnreg": most} if cut else {"num_warps": 2}

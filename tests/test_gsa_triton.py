@@ -123,6 +123,15 @@ def test_one_token_after_slots_in_16_bits_leaves_slots_in_16_bits(backend, devic
     close("V", after.v, wanted.v.double(), 1e-3)
 
 
+def test_gradients_are_the_same_bits_where_forward_keeps_no_weights(device, monkeypatch, short_segments):
+    monkeypatch.setattr(triton_op, "tiled", lambda dtype: True)
+    tensors = in_dtype(inputs((1, 40, 3, 1, 12, 20, 5), "soft", device, torch.float32), torch.float32)
+    kept = everything(triton, tensors, mass=True)
+    monkeypatch.setattr(triton_op, "keeps", lambda *tensors: False)
+    again = everything(triton, tensors, mass=True)
+    assert all(kept[name].equal(again[name]) for name in kept)
+
+
 def test_a_later_token_changes_no_earlier_output(device, monkeypatch, short_segments):
     monkeypatch.setattr(triton_op, "tiled", lambda dtype: True)
     tensors = in_dtype(inputs((1, 70, 2, 1, 16, 16, 16), "soft", device, torch.float32), torch.float32)

@@ -8,7 +8,7 @@ from unsoftmax.kernels.gsa.triton_chunk import backward, forward, one_token
 from unsoftmax.kernels.gsa.triton_tiles import backward as tiled_backward
 from unsoftmax.kernels.gsa.triton_tiles import forward as tiled_forward
 
-Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
+Tensors = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 SHORT = (torch.bfloat16, torch.float16)
 Gradients = tuple[
     torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor
@@ -41,13 +41,20 @@ def gsa_triton(
         short = one_token(q, state.k) and state.k.dtype == state.v.dtype and state.k.dtype in SHORT
         slots = state.k, state.v
         before = *(slots if short else (x.float() for x in slots)), state.log_kept.float()
-    o, *after = _gsa(q, k, v, log_gate.float(), *before, cu_seqlens, scale, mass)
+    inputs = q, k, v, log_gate.float(), *before
+    o, *after, _ = _gsa(*inputs, cu_seqlens, scale, mass, keeps(*inputs))
     return o.to(out), GSAState(*after)
 
 
 def tiled(dtype: torch.dtype) -> bool:
     """Whether operands of this dtype go to triton_tiles.py; else to triton_chunk.py, exact and slow."""
     return dtype == torch.bfloat16
+
+
+def keeps(q: torch.Tensor, k: torch.Tensor, *rest: torch.Tensor | None) -> bool:
+    """Whether the forward pass leaves read weights [B, T, HQ, M] for the backward pass."""
+    wanted = torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (q, k, *rest))
+    return wanted and tiled(q.dtype) and not one_token(q, rest[2])
 
 
 @torch.library.custom_op("unsoftmax::gsa", mutates_args=())
@@ -62,19 +69,24 @@ def _gsa(
     cu_seqlens: torch.Tensor | None,
     scale: float,
     mass: bool,
+    keep: bool,
 ) -> Tensors:
-    run = tiled_forward if tiled(q.dtype) else forward
-    return run(q, k, v, log_gate, scale, mass, k0, v0, kept0, cu_seqlens)
+    inputs = q, k, v, log_gate, scale, mass, k0, v0, kept0, cu_seqlens
+    weights = q.new_empty((*q.shape[:3], log_gate.shape[3]) if keep else 0)
+    if tiled(q.dtype):
+        return *tiled_forward(*inputs, weights if keep else None), weights
+    return *forward(*inputs), weights
 
 
 @_gsa.register_fake
-def _(q, k, v, log_gate, k0, v0, kept0, cu_seqlens, scale, mass):
+def _(q, k, v, log_gate, k0, v0, kept0, cu_seqlens, scale, mass, keep):
     (D, E, M), H = (x.shape[-1] for x in (q, v, log_gate)), k.shape[2]
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     held = k0.dtype if one_token(q, k0) else torch.float32
     sizes = ((D,), held), ((E,), held), ((), torch.float32)
     slots = (log_gate.new_empty(N, H, M, *size, dtype=dtype) for size, dtype in sizes)
-    return v.new_empty(*q.shape[:3], E), *slots
+    weights = q.new_empty((*q.shape[:3], M) if keep else 0)
+    return v.new_empty(*q.shape[:3], E), *slots, weights
 
 
 @torch.library.custom_op("unsoftmax::gsa_backward", mutates_args=())
@@ -93,15 +105,15 @@ def _gsa_backward(
     dk1: torch.Tensor | None,
     dv1: torch.Tensor | None,
     dkept1: torch.Tensor | None,
+    weights: torch.Tensor | None,
 ) -> Gradients:
     k0, v0 = (None if x is None else x.float() for x in (k0, v0))
-    inputs = q, k, v, log_gate, scale, mass, k0, v0, kept0, cu_seqlens
-    run = tiled_backward if tiled(q.dtype) else backward
-    return run(*inputs, do, dk1, dv1, dkept1)
+    inputs = q, k, v, log_gate, scale, mass, k0, v0, kept0, cu_seqlens, do, dk1, dv1, dkept1
+    return tiled_backward(*inputs, weights) if tiled(q.dtype) else backward(*inputs)
 
 
 @_gsa_backward.register_fake
-def _(q, k, v, log_gate, k0, v0, kept0, cu_seqlens, scale, mass, do, dk1, dv1, dkept1):
+def _(q, k, v, log_gate, k0, v0, kept0, cu_seqlens, scale, mass, do, dk1, dv1, dkept1, weights):
     (D, E, M), H = (x.shape[-1] for x in (q, v, log_gate)), k.shape[2]
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     slots = (log_gate.new_empty(N, H, M, *size, dtype=torch.float32) for size in ((D,), (E,), ()))
@@ -110,20 +122,21 @@ def _(q, k, v, log_gate, k0, v0, kept0, cu_seqlens, scale, mass, do, dk1, dv1, d
 
 
 def _save(ctx, inputs, output) -> None:
-    *tensors, ctx.scale, ctx.mass = inputs
-    ctx.save_for_backward(*tensors)
+    *tensors, ctx.scale, ctx.mass, keep = inputs
+    ctx.save_for_backward(*tensors, output[4] if keep else None)
+    ctx.mark_non_differentiable(output[4])
     ctx.set_materialize_grads(False)
     ctx.shape = output[0].shape
 
 
-def _grads(ctx, do, dk1, dv1, dkept1):
-    tensors = ctx.saved_tensors
+def _grads(ctx, do, dk1, dv1, dkept1, _):
+    *tensors, weights = ctx.saved_tensors
     if do is None:
         do = tensors[2].new_zeros(ctx.shape)
     given = [None if x is None else x.float() for x in (dk1, dv1, dkept1)]
-    grads = _gsa_backward(*tensors, ctx.scale, ctx.mass, do, *given)
+    grads = _gsa_backward(*tensors, ctx.scale, ctx.mass, do, *given, weights)
     slots = [None if x is None else g for x, g in zip(tensors[4:7], grads[4:])]
-    return *grads[:4], *slots, None, None, None
+    return *grads[:4], *slots, None, None, None, None
 
 
 _gsa.register_autograd(_grads, setup_context=_save)

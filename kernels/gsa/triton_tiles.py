@@ -14,12 +14,16 @@ h_t is put right by e^{log_gate + 9}. What pairs give to h_t is summed over rows
 the same rounded products, which cancel to float32 rounding. Products with the factors are in tf32: bfloat16
 would double the error of o.
 
-    _gates      a chunk: sums of log_gate from its start, which everything else reads.
-    _project    a chunk: x^T W, the slots that it writes, or what its reads ask of the slots before it.
-    _forward    a block: o. No loop over tokens, neither here nor in _rows_grad.
-    _rows_grad  a block: P and dU of its reads, dq, what the reads say of the gates.
-    _dx         a chunk: dk from q and dU, or dv from do and P.
-    _dgate      a chunk: the same side's part of dlog_gate.
+    _gates          a chunk: sums of log_gate and the factors of pairs, which everything else reads.
+    _project        a chunk: x^T W, the slots that it writes, or what its reads ask of the slots before it.
+    _forward        a block: o and the read weights P. No loop over tokens, neither here nor in the next two.
+    _weights_grad   a block: dU from P and do, and what the reads of V say of the gates.
+    _queries_grad   a block: dq, and what the reads of K say of the gates.
+    _pairs_grad     a chunk: dlog_gate but for what later chunks read.
+    _dx             a chunk: dk from q and dU, or dv from do and P, and that rest of dlog_gate.
+
+A block's factors of columns are those that each token has for its own block, times a power of two: so
+_pairs_grad sums over blocks before it applies them.
 """
 
 import torch
@@ -38,16 +42,17 @@ from unsoftmax.kernels.gsa.triton_chunk import (
     _place,
     _plain,
     _Plan,
-    _read_grad,
     _run_scan,
     _tile,
     one_token,
 )
 
 CHUNK = 64
-HEADS = {"forward": 4, "rows": 4, "dx": 4, "dgate": 4}  # query heads in the rows of a product: 64 rows
-WARPS = {"project": 4, "forward": 4, "rows": 4, "dx": 4, "dgate": 4}  # of up to 64 slots; else twice as many
-STAGES = {"project": 2, "forward": 1, "rows": 1, "dx": 1, "dgate": 1}  # of loops that load ahead
+BLOCKS = {"forward": 1}  # blocks of 16 tokens that a program reads one after another
+HEADS = {"forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}  # heads in a product: 64 rows
+WARPS = {"project": 4, "forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}  # above 64 slots twice
+STAGES = {"project": 2, "forward": 1, "weights": 1, "queries": 1, "pairs": 1, "dx": 1}  # of loads in loops
+REGISTERS: dict[str, int] = {}  # most registers of a thread, where not all there are
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -66,14 +71,14 @@ def _fine_dot(a, b, dtype: tl.constexpr):
 
 @triton.jit
 def _rows(x, GR: tl.constexpr, M: tl.constexpr):
-    """[16, M] of tokens, repeated for each head of the group: [GR * 16, M]."""
-    return tl.reshape(tl.broadcast_to(x[None, :, :], (GR, 16, M)), (GR * 16, M))
+    """[16, M] of tokens, repeated for each head of the group: [16 * GR, M]."""
+    return tl.reshape(tl.broadcast_to(x[:, None, :], (16, GR, M)), (16 * GR, M))
 
 
 @triton.jit
 def _tokens(x, GR: tl.constexpr, M: tl.constexpr):
-    """[GR * 16, M] summed over the group: [16, M]."""
-    return tl.sum(tl.reshape(x, (GR, 16, M)), 0)
+    """[16 * GR, M] summed over the group: [16, M]."""
+    return tl.sum(tl.reshape(x, (16, GR, M)), 1)
 
 
 @triton.jit
@@ -124,6 +129,13 @@ def _read(u, z, iz, m_ok, MASS: tl.constexpr, DT: tl.constexpr):
 
 
 @triton.jit
+def _mean(P, z, dP):
+    """Sum of P dP over slots [rows, 1]. P is rounded: its sum is put right, or peaked reads lose dU."""
+    total = tl.sum(P * z, 1)
+    return (tl.sum(P * dP, 1) / tl.where(total > 0, total, 1.0))[:, None]
+
+
+@triton.jit
 def _cut(x, dtype: tl.constexpr):
     """x as a product in tf32 reads it, so that what else is made of x sees the same number."""
     if dtype != tl.float32:
@@ -168,38 +180,23 @@ def _log_rows(log_ptr, row, end, step, m, m_ok):
 
 
 @triton.jit
-def _anchors(log_ptr, first, b, step, m, m_ok):
-    """The sum before the block at `first`, and the power of two for its middle; [1, M] each."""
-    row = first + tl.arange(0, 1)
-    start = _log_rows(log_ptr, row - 1, b, step, m, m_ok)
-    middle = tl.floor(_log_rows(log_ptr, tl.minimum(row + 7, b - 1), b, step, m, m_ok))
-    return start, middle.to(tl.int32) + 8
-
-
-@triton.jit
-def _column_factors(g_ptr, log_ptr, t, first, start, n, b, step, m, m_ok, DT: tl.constexpr):
-    """s e^{N - G_j} and e^{N - G_j} of tokens t, for the block at `first`; 0 after it."""
-    end = tl.minimum(b, first + 16)
-    g = _log_rows(g_ptr, t, end, step, m, m_ok)
-    L = _log_rows(log_ptr, t, end, step, m, m_ok)
-    low = tl.where(t < first, -28.0, tl.where(t < first + 16, -float("inf"), float("inf")))
-    live = start - L > low[:, None]
-    anti = _scaled(-L, n, DT)
-    return _cut(tl.where(live, _written(g, DT) * anti, 0.0), DT), tl.where(live, anti, 0.0)
-
-
-@triton.jit
-def _row_factors(log_ptr, i, n, b, step, m, m_ok, DT: tl.constexpr):
-    """e^{G_i - N} of tokens i; past the end, that of the last."""
-    return _scaled(_log_rows(log_ptr, tl.minimum(i, b - 1), b, step, m, m_ok), -n, DT)
-
-
-@triton.jit
-def _pair_factors(g_ptr, log_ptr, t, first, b, step, m, m_ok, DT: tl.constexpr):
-    """s e^{N - G_j} of the chunk's tokens t, and e^{G_i - N} of the 16 of the block at `first`."""
-    start, n = _anchors(log_ptr, first, b, step, m, m_ok)
-    col, _ = _column_factors(g_ptr, log_ptr, t, first, start, n, b, step, m, m_ok, DT)
-    return col, _row_factors(log_ptr, first + tl.arange(0, 16), n, b, step, m, m_ok, DT)
+def _shifts(
+    near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG: tl.constexpr, M: tl.constexpr, DT: tl.constexpr
+):
+    """2^(n of the block at `first` - n of its own block) of each token, 0 after that block or below 2^-28."""
+    c = tl.arange(0, SEG // 16)[:, None, None]
+    own = first // 16
+    mark_ptr += m[None, None, :]
+    ok = m_ok[None, None, :]
+    n = tl.load(mark_ptr + c * (2 * slots), mask=ok & (c * 16 < b), other=0.0)
+    here = tl.load(mark_ptr + own * (2 * slots), mask=ok, other=0.0)
+    start = tl.load(mark_ptr + (own * 2 + 1) * slots, mask=ok, other=0.0)
+    shift = _exp2(tl.minimum(here - n, 0.0), DT)
+    past = _exp2(28.0 + start - n, DT)
+    most = tl.where(c < own, past, tl.where(c == own, float("inf"), 0.0))
+    t = c * 16 + tl.arange(0, 16)[None, :, None]
+    near = tl.load(near_ptr + t * step + m[None, None, :], mask=ok & (t < b), other=0.0)
+    return tl.reshape(tl.where(near < most, shift, 0.0), (SEG, M))
 
 
 @triton.jit
@@ -217,13 +214,15 @@ def _left(sums_ptr, sums, b, step, m, m_ok, DT: tl.constexpr):
 
 @triton.jit(do_not_specialize=["T", "H"])
 def _gates(
-    g_ptr, sums_ptr, log_ptr, total_ptr, seg_start, seg_end, T, H, slots,
-    SEG: tl.constexpr, M: tl.constexpr, PACKED: tl.constexpr,
+    g_ptr, sums_ptr, near_ptr, col_ptr, mark_ptr, total_ptr, seg_start, seg_end, T, H, slots,
+    SEG: tl.constexpr, M: tl.constexpr, DT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (segments * H). Of log_gate, summed from the segment's first token to each, float32:
+    """Grid (segments * H). Of log_gate, float32: sums [tokens, H, M] from the segment's first token to each,
+    gates held at -104 (e^-104 is 0, and a sum keeps its digits); total [segments, H, M]; and of gates held at
+    -9, by powers of two: near = e^{G_i - N} and col = s e^{N - G_i} [tokens, H, M], N of the token's own
+    block, and mark [segments, H, blocks, 2, M], log2 of e^N and of e^G before the block.
 
-    sums [tokens, H, M], gates held at -104 (e^-104 is 0, and a sum keeps its digits); log, base 2, gates held
-    at -9; and total [segments, H, M]. A thread keeps to its slot; all loads come before the first sum.
+    A thread keeps to its slot; the loads of a block come before its first sum.
     """
     pid = tl.program_id(0).to(tl.int64)
     seg, h = pid // H, pid % H
@@ -231,19 +230,33 @@ def _gates(
     m = tl.arange(0, M)
     m_ok = m < slots
     at, step = (a * H + h) * slots + m, H * slots
-    gates = ()
-    for t in tl.static_range(SEG):
-        gates += (tl.load(g_ptr + at + t * step, mask=m_ok & (t + m * 0 < b), other=0.0),)
     total = tl.zeros((M,), tl.float32)
     sums = tl.zeros((M,), tl.float32)
     log = tl.zeros((M,), tl.float32)
-    for t in tl.static_range(SEG):
-        total += tl.maximum(gates[t], -1e4)
-        sums += tl.maximum(gates[t], -104.0)
-        log += tl.maximum(gates[t], -9.0) * LOG2E
-        ok = m_ok & (t + m * 0 < b)
-        tl.store(sums_ptr + at + t * step, sums, mask=ok)
-        tl.store(log_ptr + at + t * step, log, mask=ok)
+    mark_ptr += pid * (SEG // 16 * 2) * slots + m
+    for first in range(0, b, 16):
+        gates = ()
+        middle = log
+        for t in tl.static_range(16):
+            gates += (
+                tl.load(g_ptr + at + (first + t) * step, mask=m_ok & (first + t + m * 0 < b), other=0.0),
+            )
+        for t in tl.static_range(8):
+            middle += tl.maximum(gates[t], -9.0) * LOG2E
+        n = tl.floor(middle) + 8.0
+        tl.store(mark_ptr, n, mask=m_ok)
+        tl.store(mark_ptr + slots, log, mask=m_ok)
+        mark_ptr += 2 * slots
+        for t in tl.static_range(16):
+            total += tl.maximum(gates[t], -1e4)
+            sums += tl.maximum(gates[t], -104.0)
+            log += tl.maximum(gates[t], -9.0) * LOG2E
+            whole = n.to(tl.int32)
+            ok = m_ok & (first + t + m * 0 < b)
+            spot = at + (first + t) * step
+            tl.store(sums_ptr + spot, sums, mask=ok)
+            tl.store(near_ptr + spot, _scaled(log, -whole, DT), mask=ok)
+            tl.store(col_ptr + spot, _cut(_written(gates[t], DT) * _scaled(-log, whole, DT), DT), mask=ok)
     tl.store(total_ptr + pid * slots + m, total, mask=m_ok)
 
 
@@ -285,66 +298,87 @@ def _project(
 
 @triton.jit(do_not_specialize=["T", "H"])
 def _forward(
-    q_ptr, k_ptr, v_ptr, g_ptr, sums_ptr, log_ptr, o_ptr, k0_ptr, v0_ptr, gamma_ptr,
-    seg_start, seg_end, scale, T, H, D, E, slots,
+    q_ptr, k_ptr, v_ptr, g_ptr, sums_ptr, near_ptr, col_ptr, mark_ptr, o_ptr, p_ptr, k0_ptr, v0_ptr,
+    gamma_ptr, seg_start, seg_end, scale, T, H, D, E, slots,
     G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
-    DT: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr,
+    DT: tl.constexpr, MASS: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr, BLOCKS: tl.constexpr,
+    PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (segments * H * blocks). Reads q, k, v, log_gate and the slots before the segment; writes o."""
-    blocks: tl.constexpr = SEG // 16
-    first = (tl.program_id(0) % blocks) * 16
-    pid = (tl.program_id(0) // blocks).to(tl.int64)
+    """Grid (segments * H * blocks / BLOCKS). Reads q, k, v, log_gate and the slots before the segment; writes
+    o (OUT) and the read weights P [tokens, HQ, M] for a backward pass (KEEP)."""
+    cuts: tl.constexpr = SEG // (16 * BLOCKS)
+    begin = (tl.program_id(0) % cuts) * (16 * BLOCKS)
+    pid = (tl.program_id(0) // cuts).to(tl.int64)
     seg, h = pid // H, pid % H
     a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
-    if first >= b:
+    if begin >= b:
         return
     t, m, d, e = tl.arange(0, SEG), tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
     r = tl.arange(0, GR * 16)
-    i = first + r % 16
     m_ok = m < slots
     at_g, step = (a * H + h) * slots, H * slots
-    col, near1 = _pair_factors(g_ptr + at_g, log_ptr + at_g, t, first, b, step, m, m_ok, DT)
-    sums = _log_rows(sums_ptr + at_g, first + tl.arange(0, 16), b, step, m, m_ok)
+    mark_ptr += pid * (SEG // 16 * 2) * slots
     kept = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
-    z1, iz1 = _mass(kept[None, :] + sums, DT)
-    end = tl.minimum(b, first + 16)
+    stop = tl.minimum(b, begin + 16 * BLOCKS)
+    q_ptr += (a * H + h) * G * D
+    o_ptr += (a * H + h) * G * E
+    p_ptr += (a * H + h) * G * slots
     k_ptr += (a * H + h) * D
     v_ptr += (a * H + h) * E
     k0_ptr += pid * D * slots
     v0_ptr += pid * E * slots
-    q_ptr += (a * H + h) * G * D
-    o_ptr += (a * H + h) * G * E
-    near, decay = _rows(near1, GR, M), _rows(_exp2(sums * LOG2E, DT), GR, M)
-    z, iz = _rows(z1, GR, M), _rows(iz1, GR, M)
-    causal = i[:, None] >= t[None, :]
-    for some in range(0, G, GR):
-        row = _query_rows(some + r // 16, i, b, G, H)
-        q = _tile(q_ptr, row, b * (H * G), D, d, D)
-        k = _tile(k_ptr, t, end, H * D, d, D)
-        A = tl.where(causal, _dot(q, tl.trans(k), DT), 0.0)
-        inner = _fine_dot(A, col, DT)
+    if BLOCKS > 1:
+        k = _tile(k_ptr, t, stop, H * D, d, D)
         K0 = _tile(k0_ptr, d, D, slots, m, slots)
-        U = scale * (decay * _dot(q, K0, DT) + near * inner)
-        P = _read(U, z, iz, m_ok, MASS, DT)
-        Bm = tl.where(causal, _fine_dot(P * near, tl.trans(col), DT), 0.0)
-        V0 = _tile(v0_ptr, e, E, slots, m, slots)
-        O = _dot(P * decay, tl.trans(V0), DT)
-        O += _dot(Bm, _tile(v_ptr, t, end, H * E, e, E), DT)
-        ok = (row < b * (H * G))[:, None] & (e < E)[None, :]
-        tl.store(o_ptr + row[:, None] * E + e[None, :], O, mask=ok)
+        if OUT:
+            V0 = _tile(v0_ptr, e, E, slots, m, slots)
+            v = _tile(v_ptr, t, stop, H * E, e, E)
+    for first in range(begin, stop, 16):
+        i = first + r // GR
+        causal = i[:, None] >= t[None, :]
+        col = _log_rows(col_ptr + at_g, t, b, step, m, m_ok)
+        col *= _shifts(near_ptr + at_g, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+        sums = _log_rows(sums_ptr + at_g, first + tl.arange(0, 16), b, step, m, m_ok)
+        z1, iz1 = _mass(kept[None, :] + sums, DT)
+        near = _rows(_log_rows(near_ptr + at_g, first + tl.arange(0, 16), b, step, m, m_ok), GR, M)
+        decay = _rows(_exp2(sums * LOG2E, DT), GR, M)
+        z, iz = _rows(z1, GR, M), _rows(iz1, GR, M)
+        for some in range(0, G, GR):
+            row = _query_rows(some + r % GR, i, b, G, H)
+            r_ok = (row < b * (H * G))[:, None]
+            q = _tile(q_ptr, row, b * (H * G), D, d, D)
+            if BLOCKS == 1:
+                k = _tile(k_ptr, t, stop, H * D, d, D)
+            A = tl.where(causal, _dot(q, tl.trans(k), DT), 0.0)
+            inner = _fine_dot(A, col, DT)
+            if BLOCKS == 1:
+                K0 = _tile(k0_ptr, d, D, slots, m, slots)
+            U = scale * (decay * _dot(q, K0, DT) + near * inner)
+            P = _read(U, z, iz, m_ok, MASS, DT)
+            if KEEP:
+                spots = p_ptr + row[:, None] * slots + m[None, :]
+                tl.store(spots, _rounded(P, DT), mask=r_ok & m_ok[None, :])
+            if OUT:
+                Bm = tl.where(causal, _fine_dot(P * near, tl.trans(col), DT), 0.0)
+                if BLOCKS == 1:
+                    V0 = _tile(v0_ptr, e, E, slots, m, slots)
+                    v = _tile(v_ptr, t, stop, H * E, e, E)
+                O = _dot(P * decay, tl.trans(V0), DT)
+                O += _dot(Bm, v, DT)
+                tl.store(o_ptr + row[:, None] * E + e[None, :], O, mask=r_ok & (e < E)[None, :])
 
 
 @triton.jit(do_not_specialize=["T", "H"])
-def _rows_grad(
-    q_ptr, k_ptr, v_ptr, g_ptr, sums_ptr, log_ptr, do_ptr, k0_ptr, v0_ptr, gamma_ptr,
-    dq_ptr, p_ptr, du_ptr, walk_ptr, paired_ptr, drift_ptr,
-    seg_start, seg_end, scale, T, H, D, E, slots,
-    G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
+def _weights_grad(
+    v_ptr, g_ptr, sums_ptr, near_ptr, col_ptr, mark_ptr, do_ptr, v0_ptr, gamma_ptr, p_ptr, du_ptr,
+    walk_ptr, paired_ptr, drift_ptr, seg_start, seg_end, scale, T, H, E, slots,
+    G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
     DT: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (segments * H * blocks). dq; P and scale dU [tokens, HQ, M]; of the gates, before they are summed
-    over later reads, walk and paired [tokens, H, M]; with mass also drift [segments, blocks, H, M], its sum
-    of dz. paired holds what _dgate subtracts its columns from: the same rounded numbers make both."""
+    """Grid (segments * H * blocks). From P: scale dU [tokens, HQ, M]; of the gates, before they are summed
+    over later reads, what goes by V: walk and paired [tokens, H, M]; with mass also drift [segments, blocks,
+    H, M], the sum of -dz e^Gamma. paired holds what _pairs_grad subtracts its columns from: the same rounded
+    numbers make both."""
     blocks: tl.constexpr = SEG // 16
     block = tl.program_id(0) % blocks
     first = block * 16
@@ -353,86 +387,200 @@ def _rows_grad(
     a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
     if first >= b:
         return
-    t, m, d, e = tl.arange(0, SEG), tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
+    t, m, e = tl.arange(0, SEG), tl.arange(0, M), tl.arange(0, EP)
     r = tl.arange(0, GR * 16)
-    i = first + r % 16
+    i = first + r // GR
     m_ok = m < slots
     own = first + tl.arange(0, 16)
     at_g, step = (a * H + h) * slots, H * slots
-    col, near1 = _pair_factors(g_ptr + at_g, log_ptr + at_g, t, first, b, step, m, m_ok, DT)
-    sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)
-    gamma = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :] + sums
-    z1, iz1 = _mass(gamma, DT)
+    mark_ptr += pid * (SEG // 16 * 2) * slots
     end = tl.minimum(b, first + 16)
-    k_ptr += (a * H + h) * D
     v_ptr += (a * H + h) * E
-    k0_ptr += pid * D * slots
     v0_ptr += pid * E * slots
-    q_ptr += (a * H + h) * G * D
-    dq_ptr += (a * H + h) * G * D
     do_ptr += (a * H + h) * G * E
     p_ptr += (a * H + h) * G * slots
     du_ptr += (a * H + h) * G * slots
-    near, decay = _rows(near1, GR, M), _rows(_exp2(sums * LOG2E, DT), GR, M)
-    z, iz = _rows(z1, GR, M), _rows(iz1, GR, M)
     causal = i[:, None] >= t[None, :]
     walk = tl.zeros((16, M), tl.float32)
     paired = tl.zeros((16, M), tl.float32)
     drift = tl.zeros((16, M), tl.float32)
+    col = _log_rows(col_ptr + at_g, t, b, step, m, m_ok)
+    col *= _shifts(near_ptr + at_g, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+    near = _rows(_log_rows(near_ptr + at_g, own, b, step, m, m_ok), GR, M)
     for some in range(0, G, GR):
-        row = _query_rows(some + r // 16, i, b, G, H)
+        row = _query_rows(some + r % GR, i, b, G, H)
+        r_ok = (row < b * (H * G))[:, None]
+        do = _tile(do_ptr, row, b * (H * G), E, e, E)
+        v = _tile(v_ptr, t, end, H * E, e, E)
+        dB = tl.where(causal, _dot(do, tl.trans(v), DT), 0.0)
+        dinner = _fine_dot(dB, col, DT)
+        P = _tile(p_ptr, row, b * (H * G), slots, m, slots).to(tl.float32)
+        paired += _tokens(_cut(P * near, DT) * dinner, GR, M)
+        V0 = _tile(v0_ptr, e, E, slots, m, slots)
+        sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)
+        read = _rows(_exp2(sums * LOG2E, DT), GR, M) * _dot(do, V0, DT)
+        walk += _tokens(P * read, GR, M)
+        dP = read + near * dinner
+        if MASS:
+            gamma = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :] + sums
+            z1, iz1 = _mass(gamma, DT)
+            z = _rows(z1, GR, M)
+            S = _mean(P, z, dP)
+            drift += _tokens(P * S, GR, M)
+            dU = P * (dP - z * S) * _rows(iz1 * scale, GR, M)
+        else:
+            dU = P * (dP - _mean(P, 1.0, dP)) * scale
+        spots = row[:, None] * slots + m[None, :]
+        tl.store(du_ptr + spots, _rounded(dU, DT), mask=r_ok & m_ok[None, :])
+    if MASS:
+        sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)
+        gamma = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :] + sums
+        drift = drift * _exp2(gamma * LOG2E, DT)
+        walk += drift
+        spot = ((seg * blocks + block) * H + h) * slots
+        tl.store(drift_ptr + spot + m, tl.sum(drift, 0), mask=m_ok)
+    where = at_g + own[:, None] * step + m[None, :]
+    ok = (own < b)[:, None] & m_ok[None, :]
+    tl.store(walk_ptr + where, walk, mask=ok)
+    tl.store(paired_ptr + where, paired, mask=ok)
+
+
+@triton.jit(do_not_specialize=["T", "H"])
+def _queries_grad(
+    q_ptr, k_ptr, g_ptr, sums_ptr, near_ptr, col_ptr, mark_ptr, k0_ptr, gamma_ptr, du_ptr, dq_ptr,
+    walk_ptr, paired_ptr, drift_ptr, seg_start, seg_end, T, H, D, slots,
+    G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
+    DT: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Grid (segments * H * blocks). dq; to walk, paired and drift of _weights_grad it adds what goes by K."""
+    blocks: tl.constexpr = SEG // 16
+    block = tl.program_id(0) % blocks
+    first = block * 16
+    pid = (tl.program_id(0) // blocks).to(tl.int64)
+    seg, h = pid // H, pid % H
+    a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
+    if first >= b:
+        return
+    t, m, d = tl.arange(0, SEG), tl.arange(0, M), tl.arange(0, DP)
+    r = tl.arange(0, GR * 16)
+    i = first + r // GR
+    m_ok = m < slots
+    own = first + tl.arange(0, 16)
+    at_g, step = (a * H + h) * slots, H * slots
+    mark_ptr += pid * (SEG // 16 * 2) * slots
+    end = tl.minimum(b, first + 16)
+    k_ptr += (a * H + h) * D
+    k0_ptr += pid * D * slots
+    q_ptr += (a * H + h) * G * D
+    dq_ptr += (a * H + h) * G * D
+    du_ptr += (a * H + h) * G * slots
+    causal = i[:, None] >= t[None, :]
+    walk = tl.zeros((16, M), tl.float32)
+    paired = tl.zeros((16, M), tl.float32)
+    col = _log_rows(col_ptr + at_g, t, b, step, m, m_ok)
+    col *= _shifts(near_ptr + at_g, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+    near = _rows(_log_rows(near_ptr + at_g, own, b, step, m, m_ok), GR, M)
+    for some in range(0, G, GR):
+        row = _query_rows(some + r % GR, i, b, G, H)
         r_ok = (row < b * (H * G))[:, None]
         q = _tile(q_ptr, row, b * (H * G), D, d, D)
         k = _tile(k_ptr, t, end, H * D, d, D)
-        K0 = _tile(k0_ptr, d, D, slots, m, slots)
-        A = tl.where(causal, _dot(q, tl.trans(k), DT), 0.0)
-        read_k = decay * _dot(q, K0, DT)
-        do = _tile(do_ptr, row, b * (H * G), E, e, E)
-        v = _tile(v_ptr, t, end, H * E, e, E)
-        inner = _fine_dot(A, col, DT)
-        U = scale * (read_k + near * inner)
-        P = _read(U, z, iz, m_ok, MASS, DT)
-        dB = tl.where(causal, _dot(do, tl.trans(v), DT), 0.0)
-        V0 = _tile(v0_ptr, e, E, slots, m, slots)  # not before: v's shared memory is free again
-        read_v = decay * _dot(do, V0, DT)
-        dinner = _fine_dot(dB, col, DT)
-        dU, dz = _read_grad(P, U, z, iz, read_v + near * dinner, MASS)
-        dU = dU * scale
-        walk += _tokens(P * read_v + dU * read_k, GR, M)
-        if MASS:
-            drift += _tokens(dz, GR, M)
-        ok = r_ok & m_ok[None, :]
-        spots = row[:, None] * slots + m[None, :]
-        P, dU = _rounded(P, DT), _rounded(dU, DT)
-        tl.store(p_ptr + spots, P, mask=ok)
-        tl.store(du_ptr + spots, dU, mask=ok)
-        Pn = _cut(P * near, DT)
+        dU = _tile(du_ptr, row, b * (H * G), slots, m, slots).to(tl.float32)
         dUn = _cut(dU * near, DT)
-        paired += _tokens(Pn * dinner + dUn * inner, GR, M)
+        A = tl.where(causal, _dot(q, tl.trans(k), DT), 0.0)
+        paired += _tokens(dUn * _fine_dot(A, col, DT), GR, M)
         dA = tl.where(causal, _fine_dot(dUn, tl.trans(col), DT), 0.0)
-        sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)  # again, so that no register waits for it
-        decay_again = _rows(_exp2(sums * LOG2E, DT), GR, M)
-        dq = _dot(dU * decay_again, tl.trans(K0), DT) + _dot(dA, k, DT)
+        K0 = _tile(k0_ptr, d, D, slots, m, slots)
+        sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)
+        dU = dU * _rows(_exp2(sums * LOG2E, DT), GR, M)
+        walk += _tokens(dU * _dot(q, K0, DT), GR, M)
+        dq = _dot(dU, tl.trans(K0), DT) + _dot(dA, k, DT)
         tl.store(dq_ptr + row[:, None] * D + d[None, :], dq, mask=r_ok & (d < D)[None, :])
-    if MASS:
-        drift = drift * _exp2(gamma * LOG2E, DT)
-        walk -= drift
-        spot = ((seg * blocks + block) * H + h) * slots
-        tl.store(drift_ptr + spot + m, -tl.sum(drift, 0), mask=m_ok)
     where = at_g + own[:, None] * step + m[None, :]
-    tl.store(walk_ptr + where, walk, mask=(own < b)[:, None] & m_ok[None, :])
-    tl.store(paired_ptr + where, paired, mask=(own < b)[:, None] & m_ok[None, :])
+    ok = (own < b)[:, None] & m_ok[None, :]
+    if MASS:
+        sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)
+        gamma = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :] + sums
+        _, iz1 = _mass(gamma, DT)
+        drift = (walk + paired) * iz1 * _exp2(gamma * LOG2E, DT)
+        walk += drift
+        spot = ((seg * blocks + block) * H + h) * slots
+        had = tl.load(drift_ptr + spot + m, mask=m_ok, other=0.0)
+        tl.debug_barrier()  # a thread may store what another loads
+        tl.store(drift_ptr + spot + m, had + tl.sum(drift, 0), mask=m_ok)
+    walk += tl.load(walk_ptr + where, mask=ok, other=0.0)
+    paired += tl.load(paired_ptr + where, mask=ok, other=0.0)
+    tl.debug_barrier()
+    tl.store(walk_ptr + where, walk, mask=ok)
+    tl.store(paired_ptr + where, paired, mask=ok)
+
+
+@triton.jit(do_not_specialize=["T", "H"])
+def _pairs_grad(
+    q_ptr, k_ptr, v_ptr, do_ptr, p_ptr, du_ptr, g_ptr, near_ptr, col_ptr, mark_ptr, dgamma_ptr, paired_ptr,
+    dg_ptr, seg_start, seg_end, T, H, D, E, slots,
+    G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
+    DT: tl.constexpr, PACKED: tl.constexpr,
+):  # fmt: skip
+    """Grid (segments * H). dlog_gate but for what reaches the slots after the segment; dg holds walk."""
+    pid = tl.program_id(0).to(tl.int64)
+    seg, h = pid // H, pid % H
+    a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
+    t, m, d, e = tl.arange(0, SEG), tl.arange(0, M), tl.arange(0, DP), tl.arange(0, EP)
+    r = tl.arange(0, GR * 16)
+    m_ok, step = m < slots, H * slots
+    g_ptr += (a * H + h) * slots
+    near_ptr += (a * H + h) * slots
+    col_ptr += (a * H + h) * slots
+    mark_ptr += pid * (SEG // 16 * 2) * slots
+    q_ptr += (a * H + h) * G * D
+    do_ptr += (a * H + h) * G * E
+    p_ptr += (a * H + h) * G * slots
+    du_ptr += (a * H + h) * G * slots
+    k = _tile(k_ptr + (a * H + h) * D, t, b, H * D, d, D)
+    v = _tile(v_ptr + (a * H + h) * E, t, b, H * E, e, E)
+    sums = tl.zeros((SEG, M), tl.float32)
+    for first in range(0, b, 16):
+        i = first + r // GR
+        near = _log_rows(near_ptr, i, b, step, m, m_ok)
+        reads = t[:, None] <= i[None, :]
+        dcol = tl.zeros((SEG, M), tl.float32)
+        for some in range(0, G, GR):
+            row = _query_rows(some + r % GR, i, b, G, H)
+            q = _tile(q_ptr, row, b * (H * G), D, d, D)
+            dU = _cut(_tile(du_ptr, row, b * (H * G), slots, m, slots).to(tl.float32) * near, DT)
+            A = tl.where(reads, _dot(k, tl.trans(q), DT), 0.0)
+            dcol += _fine_dot(A, dU, DT)
+            do = _tile(do_ptr, row, b * (H * G), E, e, E)
+            P = _cut(_tile(p_ptr, row, b * (H * G), slots, m, slots).to(tl.float32) * near, DT)
+            dB = tl.where(reads, _dot(v, tl.trans(do), DT), 0.0)
+            dcol += _fine_dot(dB, P, DT)
+        sums += dcol * _shifts(near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+    later = t[:, None] <= t[None, :]
+    spot = (a * H + h) * slots + t[:, None] * step + m[None, :]
+    ok = (t < b)[:, None] & m_ok[None, :]
+    g = _load_gate(g_ptr, t, b, step, m, m_ok)
+    pairs = tl.load(paired_ptr + spot, mask=ok, other=0.0)
+    pairs -= sums * _log_rows(col_ptr, t, b, step, m, m_ok)
+    ds = sums / tl.load(near_ptr + t[:, None] * step + m[None, :], mask=ok, other=1.0)
+    dg = tl.exp(tl.minimum(g + 9.0, 0.0)) * _summed_by(later, pairs, DT) - tl.exp(g) * ds
+    dg += _summed_by(later, tl.load(dg_ptr + spot, mask=ok, other=0.0), DT)
+    dg += tl.load(dgamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :]
+    tl.debug_barrier()  # a thread may store what another loads
+    tl.store(dg_ptr + spot, dg, mask=ok)
 
 
 @triton.jit(do_not_specialize=["T", "H"])
 def _dx(
-    y_ptr, w_ptr, g_ptr, sums_ptr, log_ptr, ds1_ptr, dx_ptr, seg_start, seg_end, T, H, X, slots,
+    x_ptr, y_ptr, w_ptr, g_ptr, sums_ptr, near_ptr, col_ptr, mark_ptr, s0_ptr, ds1_ptr, dx_ptr, dg_ptr,
+    seg_start, seg_end, T, H, X, slots,
     G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, XP: tl.constexpr, M: tl.constexpr,
     DT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
-    """Grid (segments * H). dx = B^T y + W dS^T: of k from y = q, W = scale dU, or of v from do and P.
+    """Grid (segments * H). dx = B^T y + W dS^T: of x = k from y = q, W = scale dU, or of v from do and P; and
+    what of dlog_gate goes by x to the slots after the segment, added to dg.
 
-    ds1: gradients of the slots after the segment.
+    Slots s0 before the segment and gradients ds1 of those after it.
     """
     pid = tl.program_id(0).to(tl.int64)
     seg, h = pid // H, pid % H
@@ -442,90 +590,41 @@ def _dx(
     m_ok, step = m < slots, H * slots
     g_ptr += (a * H + h) * slots
     sums_ptr += (a * H + h) * slots
-    log_ptr += (a * H + h) * slots
+    near_ptr += (a * H + h) * slots
+    col_ptr += (a * H + h) * slots
+    mark_ptr += pid * (SEG // 16 * 2) * slots
     y_ptr += (a * H + h) * G * X
     w_ptr += (a * H + h) * G * slots
     dS = _tile(ds1_ptr + pid * X * slots, f, X, slots, m, slots)
+    S0 = _tile(s0_ptr + pid * X * slots, f, X, slots, m, slots)
+    last = _log_rows(sums_ptr, b - 1 + tl.arange(0, 1), b, step, m, m_ok)
+    kept_on = tl.sum(S0.to(tl.float32) * dS.to(tl.float32), 0)[None, :] * tl.exp(last)
+    x = _tile(x_ptr + (a * H + h) * X, t, b, H * X, f, X)
+    reach = _dot(x, dS, DT) * _left(sums_ptr, _log_rows(sums_ptr, t, b, step, m, m_ok), b, step, m, m_ok, DT)
+    g = _log_rows(g_ptr, t, b, step, m, m_ok)
+    dg = kept_on - _exp2(g * LOG2E, DT) * reach
+    dg += _summed_by(t[:, None] > t[None, :], _written(g, DT) * reach, DT)
+    spot = (a * H + h) * slots + t[:, None] * step + m[None, :]
+    ok = (t < b)[:, None] & m_ok[None, :]
+    dg += tl.load(dg_ptr + spot, mask=ok, other=0.0)
+    tl.debug_barrier()  # a thread may store what another loads
+    tl.store(dg_ptr + spot, dg, mask=ok)
     sums = _log_rows(sums_ptr, t, b, step, m, m_ok)
     w = _written(_log_rows(g_ptr, t, b, step, m, m_ok), DT) * _left(sums_ptr, sums, b, step, m, m_ok, DT)
     dx = _dot(w, tl.trans(dS), DT)
     for first in range(0, b, 16):
-        start, n = _anchors(log_ptr, first, b, step, m, m_ok)
-        col, _ = _column_factors(g_ptr, log_ptr, t, first, start, n, b, step, m, m_ok, DT)
-        i = first + r % 16
-        near = _row_factors(log_ptr, i, n, b, step, m, m_ok, DT)
+        col = _log_rows(col_ptr, t, b, step, m, m_ok)
+        col *= _shifts(near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+        i = first + r // GR
+        near = _log_rows(near_ptr, i, b, step, m, m_ok)
         for some in range(0, G, GR):
-            row = _query_rows(some + r // 16, i, b, G, H)
+            row = _query_rows(some + r % GR, i, b, G, H)
             y = _tile(y_ptr, row, b * (H * G), X, f, X)
             Wn = _tile(w_ptr, row, b * (H * G), slots, m, slots).to(tl.float32) * near
             B = tl.where(t[:, None] <= i[None, :], _fine_dot(col, tl.trans(Wn), DT), 0.0)
             dx += _dot(B, y, DT)
     spot = (a * H + h) * X + t[:, None] * (H * X) + f[None, :]
     tl.store(dx_ptr + spot, dx, mask=(t < b)[:, None] & (f < X)[None, :])
-
-
-@triton.jit(do_not_specialize=["T", "H"])
-def _dgate(
-    x_ptr, y_ptr, w_ptr, g_ptr, sums_ptr, log_ptr, s0_ptr, ds1_ptr, dgamma_ptr, paired_ptr, dg_ptr,
-    seg_start, seg_end, T, H, X, slots,
-    G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, XP: tl.constexpr, M: tl.constexpr,
-    DT: tl.constexpr, WALK: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Grid (segments * H). What goes by x of dlog_gate; x = k, y = q, W = scale dU, or v, do, P.
-
-    Slots s0 before the segment and gradients ds1 of those after it. dg holds what _rows_grad left (WALK:
-    still to be summed over later reads, with paired), and is added to.
-    """
-    pid = tl.program_id(0).to(tl.int64)
-    seg, h = pid // H, pid % H
-    a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
-    t, m, f = tl.arange(0, SEG), tl.arange(0, M), tl.arange(0, XP)
-    r = tl.arange(0, GR * 16)
-    m_ok, step = m < slots, H * slots
-    g_ptr += (a * H + h) * slots
-    sums_ptr += (a * H + h) * slots
-    log_ptr += (a * H + h) * slots
-    y_ptr += (a * H + h) * G * X
-    w_ptr += (a * H + h) * G * slots
-    x = _tile(x_ptr + (a * H + h) * X, t, b, H * X, f, X)
-    ds = tl.zeros((SEG, M), tl.float32)
-    pairs = tl.zeros((SEG, M), tl.float32)
-    for first in range(0, b, 16):
-        start, n = _anchors(log_ptr, first, b, step, m, m_ok)
-        i = first + r % 16
-        near = _row_factors(log_ptr, i, n, b, step, m, m_ok, DT)
-        dcol = tl.zeros((SEG, M), tl.float32)
-        for some in range(0, G, GR):
-            row = _query_rows(some + r // 16, i, b, G, H)
-            y = _tile(y_ptr, row, b * (H * G), X, f, X)
-            Wn = _cut(_tile(w_ptr, row, b * (H * G), slots, m, slots).to(tl.float32) * near, DT)
-            A = tl.where(t[:, None] <= i[None, :], _dot(x, tl.trans(y), DT), 0.0)
-            dcol += _fine_dot(A, Wn, DT)
-        col, anti = _column_factors(g_ptr, log_ptr, t, first, start, n, b, step, m, m_ok, DT)
-        ds += dcol * anti
-        pairs -= dcol * col
-
-    # what reaches the slots after the segment
-    dS = _tile(ds1_ptr + pid * X * slots, f, X, slots, m, slots)
-    S0 = _tile(s0_ptr + pid * X * slots, f, X, slots, m, slots)
-    last = _log_rows(sums_ptr, b - 1 + tl.arange(0, 1), b, step, m, m_ok)
-    kept_on = tl.sum(S0.to(tl.float32) * dS.to(tl.float32), 0)[None, :] * tl.exp(last)
-    left = _left(sums_ptr, _log_rows(sums_ptr, t, b, step, m, m_ok), b, step, m, m_ok, DT)
-    g = _load_gate(g_ptr, t, b, step, m, m_ok)
-    reach = left * _dot(x, dS, DT)
-    ds += reach
-    earlier, later = t[:, None] > t[None, :], t[:, None] <= t[None, :]
-    paths = _summed_by(earlier, _written(g, DT) * reach, DT) + kept_on
-    spot = (a * H + h) * slots + t[:, None] * step + m[None, :]
-    ok = (t < b)[:, None] & m_ok[None, :]
-    had = tl.load(dg_ptr + spot, mask=ok, other=0.0)
-    if WALK:
-        pairs += tl.load(paired_ptr + spot, mask=ok, other=0.0)
-        had = _summed_by(later, had, DT)
-        had += tl.load(dgamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :]
-    paths += tl.exp(tl.minimum(g + 9.0, 0.0)) * _summed_by(later, pairs, DT)
-    tl.debug_barrier()  # a thread may store what another loads
-    tl.store(dg_ptr + spot, had + paths - tl.exp(g) * ds, mask=ok)
 
 
 def _kind(plan: _Plan) -> dict:
@@ -536,11 +635,11 @@ def _kind(plan: _Plan) -> dict:
 
 def _options(plan: _Plan, kernel: str) -> dict:
     warps = WARPS[kernel] * (2 if plan.M > 64 else 1)
-    return {"num_warps": warps, "num_stages": STAGES[kernel], "maxnreg": registers()}
+    return {"num_warps": warps, "num_stages": STAGES[kernel], "maxnreg": REGISTERS.get(kernel, registers())}
 
 
 def _tiles(plan: _Plan, kernel: str) -> dict:
-    fit = (256 if kernel == "rows" else 512) // _pad(plan.M)  # more slots, fewer rows, or registers run out
+    fit = 512 // _pad(plan.M)  # more slots, fewer rows, or registers run out
     heads = max(1, min(HEADS[kernel], fit, triton.next_power_of_2(plan.group)))
     return {"GR": heads, **_options(plan, kernel)}
 
@@ -558,14 +657,15 @@ def _projected(plan: _Plan, x, w, g, sums) -> torch.Tensor:
 
 
 def _summed(plan: _Plan, g):
-    """What _gates leaves: sums and log [B, T, H, M], total [segments, H, 1, M]."""
-    sums, log = torch.empty_like(g), torch.empty_like(g)
+    """What _gates leaves: sums [B, T, H, M]; near, col and mark; total [segments, H, 1, M]."""
+    sums, near, col = (torch.empty_like(g) for _ in range(3))
+    mark = g.new_empty(plan.segments, plan.H, plan.segment // 16, 2, plan.M)
     total, M = g.new_empty(plan.segments, plan.H, 1, plan.M), _pad(plan.M)
     _gates[(plan.segments * plan.H,)](
-        g, sums, log, total, plan.starts, plan.stops, plan.T, plan.H, plan.M,
-        SEG=plan.segment, M=M, PACKED=plan.packed, num_warps=max(1, M // 32),
+        g, sums, near, col, mark, total, plan.starts, plan.stops, plan.T, plan.H, plan.M,
+        SEG=plan.segment, M=M, DT=_kind(plan)["DT"], PACKED=plan.packed, num_warps=max(1, M // 32),
     )  # fmt: skip
-    return sums, log, total
+    return sums, (near, col, mark), total
 
 
 def _states(plan: _Plan, k, v, g, sums, total, k0, v0, kept0):
@@ -580,59 +680,77 @@ def _states(plan: _Plan, k, v, g, sums, total, k0, v0, kept0):
     return (*out, gamma), (*final, kept[..., 0])
 
 
-def _grid(plan: _Plan) -> tuple[int]:
-    return (plan.segments * plan.H * (plan.segment // 16),)
+def _read_slots(plan: _Plan, q, k, v, g, sums, factors, scale, mass, slots, o, P) -> None:
+    """Fills o and P, either of which may be None."""
+    K0, V0, gamma = slots
+    blocks = BLOCKS["forward"] if plan.segment % (16 * BLOCKS["forward"]) == 0 else 1
+    _forward[(plan.segments * plan.H * (plan.segment // (16 * blocks)),)](
+        q, k, v, g, sums, *factors, q if o is None else o, q if P is None else P, K0, V0, gamma,
+        plan.starts, plan.stops, scale, plan.T, plan.H, plan.D, plan.E, plan.M,
+        DP=_pad(plan.D), EP=_pad(plan.E), MASS=mass,
+        OUT=o is not None, KEEP=P is not None, BLOCKS=blocks, **_kind(plan), **_tiles(plan, "forward"),
+    )  # fmt: skip
 
 
-def forward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqlens):
-    """As triton_chunk.forward."""
+def forward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqlens, weights=None):
+    """As triton_chunk.forward; fills weights [B, T, HQ, M] for backward, unless it is one token."""
     q, k, v, g, k0, v0, kept0 = _plain(q, k, v, log_gate, k0, v0, kept0)
     plan = _Plan(q, k, v, g, cu_seqlens, CHUNK)
     o = v.new_empty(*q.shape[:3], plan.E)
     if one_token(q, k0):
         return o, *_one_token(plan, q, k, v, g, o, scale, mass, k0, v0, kept0)
-    sums, log, total = _summed(plan, g)
-    (K0, V0, gamma), final = _states(plan, k, v, g, sums, total, k0, v0, kept0)
-    sizes = {"DP": _pad(plan.D), "EP": _pad(plan.E), "MASS": mass}
-    _forward[_grid(plan)](
-        q, k, v, g, sums, log, o, K0, V0, gamma, plan.starts, plan.stops, scale,
-        plan.T, plan.H, plan.D, plan.E, plan.M, **sizes, **_kind(plan), **_tiles(plan, "forward"),
-    )  # fmt: skip
+    sums, factors, total = _summed(plan, g)
+    slots, final = _states(plan, k, v, g, sums, total, k0, v0, kept0)
+    _read_slots(plan, q, k, v, g, sums, factors, scale, mass, slots, o, weights)
     return o, *final
 
 
-def backward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqlens, do, dK1, dV1, dkept1):
-    """As triton_chunk.backward."""
+def backward(
+    q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqlens, do, dK1, dV1, dkept1, P=None
+):
+    """As triton_chunk.backward; P: the weights that forward left, None: to be made again."""
     q, k, v, g, k0, v0, kept0 = _plain(q, k, v, log_gate, k0, v0, kept0)
     do, dK1, dV1, dkept1 = _plain(do, dK1, dV1, dkept1)
     plan = _Plan(q, k, v, g, cu_seqlens, CHUNK)
-    sums, log, total = _summed(plan, g)
-    (K0, V0, gamma), _ = _states(plan, k, v, g, sums, total, k0, v0, kept0)
-    dq, dg, paired = torch.empty_like(q), torch.empty_like(g), torch.empty_like(g)
-    P, dU = (q.new_empty(*q.shape[:3], plan.M) for _ in range(2))
+    sums, factors, total = _summed(plan, g)
+    slots, _ = _states(plan, k, v, g, sums, total, k0, v0, kept0)
+    K0, V0, gamma = slots
+    if P is None:
+        P = q.new_empty(*q.shape[:3], plan.M)
+        _read_slots(plan, q, k, v, g, sums, factors, scale, mass, slots, None, P)
+    dq, dg, paired, dU = torch.empty_like(q), torch.empty_like(g), torch.empty_like(g), torch.empty_like(P)
     drift = g.new_zeros(plan.segments, plan.segment // 16, plan.H, 1, plan.M)
-    sizes = {"DP": _pad(plan.D), "EP": _pad(plan.E), "MASS": mass}
-    _rows_grad[_grid(plan)](
-        q, k, v, g, sums, log, do, K0, V0, gamma, dq, P, dU, dg, paired, drift, plan.starts, plan.stops,
-        scale, plan.T, plan.H, plan.D, plan.E, plan.M, **sizes, **_kind(plan), **_tiles(plan, "rows"),
+    grid, kind = (plan.segments * plan.H,), _kind(plan)
+    rows = (grid[0] * (plan.segment // 16),)
+    where, sizes = (plan.starts, plan.stops), (plan.T, plan.H)
+    _weights_grad[rows](
+        v, g, sums, *factors, do, V0, gamma, P, dU, dg, paired, drift, *where, scale, *sizes, plan.E, plan.M,
+        EP=_pad(plan.E), MASS=mass, **kind, **_tiles(plan, "weights"),
+    )  # fmt: skip
+    _queries_grad[rows](
+        q, k, g, sums, *factors, K0, gamma, dU, dq, dg, paired, drift, *where, *sizes, plan.D, plan.M,
+        DP=_pad(plan.D), MASS=mass, **kind, **_tiles(plan, "queries"),
     )  # fmt: skip
     dgamma = drift.sum(1)
     dkept0 = _run_scan(plan, dgamma, total, dkept1, 1, reverse=True, decay=False)
+    _pairs_grad[grid](
+        q, k, v, do, P, dU, g, *factors, dgamma, paired, dg, *where, *sizes, plan.D, plan.E, plan.M,
+        DP=_pad(plan.D), EP=_pad(plan.E), **kind, **_tiles(plan, "pairs"),
+    )  # fmt: skip
+    del paired, drift
 
-    def half(x, y, W, S0, after, paired=None):
+    def half(x, y, W, S0, after):
         """dx and the gradient of the initial slots."""
         X = x.shape[-1]
         dS, dx = _projected(plan, y, W, g, sums), torch.empty_like(x)
         first = _run_scan(plan, dS, total, after, X, reverse=True, decay=True)
-        grid, sizes = (plan.segments * plan.H,), (plan.starts, plan.stops, plan.T, plan.H, X, plan.M)
-        _dx[grid](y, W, g, sums, log, dS, dx, *sizes, XP=_pad(X), **_kind(plan), **_tiles(plan, "dx"))
-        _dgate[grid](
-            x, y, W, g, sums, log, S0, dS, dgamma, paired, dg, *sizes,
-            XP=_pad(X), WALK=paired is not None, **_kind(plan), **_tiles(plan, "dgate"),
+        _dx[grid](
+            x, y, W, g, sums, *factors, S0, dS, dx, dg, *where, *sizes, X, plan.M,
+            XP=_pad(X), **kind, **_tiles(plan, "dx"),
         )  # fmt: skip
         return dx, first
 
-    dv, dv0 = half(v, do, P, V0, dV1, paired)
-    del P, V0, paired  # their memory is taken by the other half
+    dv, dv0 = half(v, do, P, V0, dV1)
+    del P, V0, slots  # their memory is taken by the other half
     dk, dk0 = half(k, q, dU, K0, dK1)
     return dq, dk, dv, dg, dk0, dv0, dkept0[..., 0]
