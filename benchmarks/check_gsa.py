@@ -214,7 +214,9 @@ KEEPS = triton_op.keeps
 def setup(variant: dict) -> None:
     triton_op.keeps = KEEPS if variant.get("keep", True) else lambda *tensors: False
     for name, shipped in SHIPPED.items():
-        getattr(triton_tiles, name).update({**shipped, **variant.get(name, {})})
+        table = getattr(triton_tiles, name)
+        table.clear()
+        table.update({**shipped, **variant.get(name, {})})
 
 
 def big(B: int, T: int, M: int = 64):
