@@ -30,10 +30,11 @@ def num_features(r: int) -> int:
     return (r // t) * (r // t + 1) // 2 * t * t
 
 
-@functools.cache
-def _pairs(n: int) -> tuple[list[int], list[int]]:
-    pairs = [(a, b) for a in range(n) for b in range(a, n)]
-    return [a for a, _ in pairs], [b for _, b in pairs]
+@functools.lru_cache(maxsize=64)  # a CUDA graph cannot be captured over a copy from the host
+def _pairs(n: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    with torch.inference_mode(False):  # autograd may save them later
+        a, b = torch.triu_indices(n, n, device=device)
+    return a, b
 
 
 def features(x: torch.Tensor, *, weighted: bool = False) -> torch.Tensor:
@@ -44,7 +45,7 @@ def features(x: torch.Tensor, *, weighted: bool = False) -> torch.Tensor:
     """
     t = math.gcd(x.shape[-1], TILE)
     n = x.shape[-1] // t
-    a, b = (torch.tensor(index, device=x.device) for index in _pairs(n))
+    a, b = _pairs(n, x.device)
     tiles = x.unflatten(-1, (n, t))
     left = tiles.index_select(-2, a)
     if weighted:
@@ -55,14 +56,17 @@ def features(x: torch.Tensor, *, weighted: bool = False) -> torch.Tensor:
 def squared_norms(r: int, device: torch.device) -> torch.Tensor:
     """Bool [num_features(r)]: the features x_i x_i, whose sum is the squared norm of x."""
     t = math.gcd(r, TILE)
-    a, b = (torch.tensor(index, device=device) for index in _pairs(r // t))
+    a, b = _pairs(r // t, device)
     return ((a == b)[:, None, None] & torch.eye(t, dtype=torch.bool, device=device)).flatten()
 
 
 def append(x: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
     """x [..., D] with one more coordinate, so that a product gains the product of the values."""
-    last = torch.as_tensor(value, dtype=x.dtype, device=x.device).expand(x.shape[:-1])
-    return torch.cat((x, last.unsqueeze(-1)), -1)
+    if isinstance(value, torch.Tensor):
+        last = value.to(x.dtype).expand(x.shape[:-1]).unsqueeze(-1)
+    else:  # made on the device: a copy from the host cannot be captured in a graph
+        last = x.new_full((*x.shape[:-1], 1), value)
+    return torch.cat((x, last), -1)
 
 
 class RandomSketch(nn.Module):
