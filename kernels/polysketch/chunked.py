@@ -40,7 +40,7 @@ except ImportError:  # no triton
     polysketch_triton = step_triton = unsupported = None
 
 SEGMENT = 512  # tokens whose features exist at once
-# What takes the kernels unasked: what passed benchmarks/check_polysketch.py on a GPU with the kernels as they stand.
+# What takes the kernels unasked: all of it passed benchmarks/check_polysketch.py on a GPU as it stands.
 PROVEN: tuple[str, ...] = ("training", "packed", "step", "continued")
 
 
