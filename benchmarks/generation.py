@@ -72,7 +72,7 @@ def clock() -> float:
     return time.perf_counter()
 
 
-def ours(model, ids: torch.Tensor, batch: int) -> dict:
+def ours(model, ids: torch.Tensor, batch: int, fuse: bool) -> dict:
     """Prefill and steps of a converted model."""
     started = clock()
     first = generate(model, ids, max_new_tokens=1)
@@ -82,7 +82,7 @@ def ours(model, ids: torch.Tensor, batch: int) -> dict:
     times = []
     for steps in (4, 4 + STEPS):  # what both share, capturing included, falls out
         started = clock()
-        generate(model, more, max_new_tokens=steps, cache=first.cache)
+        generate(model, more, max_new_tokens=steps, cache=first.cache, fuse=fuse)
         times.append(clock() - started)
     return {"prefill": prefill, "step": (times[1] - times[0]) / STEPS}
 
@@ -118,6 +118,20 @@ def softmax(model, ids: torch.Tensor, batch: int, static: bool) -> dict:
     return {"prefill": prefill, "step": (clock() - started) / STEPS}
 
 
+def profile(model, fuse: bool) -> None:
+    """Print what 16 steps of one row launch."""
+    ids = torch.randint(1000, (1, 77), device="cuda")
+    generate(model, ids, max_new_tokens=8, fuse=fuse)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as seen:
+        generate(model, ids, max_new_tokens=24, fuse=fuse)
+        torch.cuda.synchronize()
+    rows = sorted(seen.key_averages(), key=lambda row: -row.self_device_time_total)
+    for row in rows[:24]:
+        print(
+            f"    {row.self_device_time_total / 24e3:7.3f} ms a token  x{row.count / 24:6.1f}  {row.key[:80]}"
+        )
+
+
 def same_tokens(model) -> bool:
     ids = torch.randint(1000, (3, 77), device="cuda")
     a, b = (generate(model, ids, max_new_tokens=40, graph=which).tokens for which in (True, False))
@@ -130,6 +144,10 @@ def main() -> None:
     p.add_argument("--batch", type=int, nargs="+", default=[1, 48])
     p.add_argument("--context", type=int, nargs="+", default=[2048, 16384])
     p.add_argument("--kinds", nargs="+", default=[*KINDS, "softmax, growing cache", "softmax, static cache"])
+    p.add_argument("--fuse", action=argparse.BooleanOptionalAction, default=True, help="see generate()")
+    p.add_argument(
+        "--profile", action="store_true", help="also the kernels of 16 steps of each kind, one row"
+    )
     p.add_argument("--limit", type=float, default=1e9, metavar="SECONDS", help="begin nothing after so long")
     p.add_argument("--out", type=Path)
     args = p.parse_args()
@@ -142,6 +160,8 @@ def main() -> None:
         model = build(args.shape, None if softmax_kind else KINDS[kind](heads))
         note = "" if softmax_kind or same_tokens(model) else "   WRONG: the graph's tokens differ"
         print(f"{kind}: built in {clock() - started:.1f} s{note}", flush=True)
+        if args.profile and not softmax_kind:
+            profile(model, args.fuse)
         for batch in args.batch:
             for context in args.context:
                 if time.monotonic() - begun > args.limit:
@@ -152,7 +172,11 @@ def main() -> None:
                 before, started = torch.cuda.memory_allocated(), clock()
                 try:
                     static = "static" in kind
-                    row = softmax(model, ids, batch, static) if softmax_kind else ours(model, ids, batch)
+                    row = (
+                        softmax(model, ids, batch, static)
+                        if softmax_kind
+                        else ours(model, ids, batch, args.fuse)
+                    )
                 except torch.OutOfMemoryError:
                     row = {"prefill": float("nan"), "step": float("nan")}
                 row |= {"kind": kind, "batch": batch, "context": context, "first_call": clock() - started}

@@ -7,10 +7,11 @@ grow; a model with such layers goes step by step without a graph.
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -33,6 +34,7 @@ from unsoftmax.convert.model import CACHE, ConvertedForCausalLM
 
 PIECE = 8192  # tokens of a prompt at once
 LOOK_EVERY = 16  # steps between two looks at whether every row has ended, where nobody reads along
+FUSE_FROM = 1_000
 MOVING_ROPES = ("dynamic", "longrope")  # their frequencies follow the length, which the host has to know
 
 
@@ -63,6 +65,7 @@ def generate(
     streamer: BaseStreamer | None = None,
     piece: int = PIECE,
     graph: bool | None = None,
+    fuse: bool | None = None,
 ) -> Generated:
     """Tokens that follow a prompt, at one cost a token however long it is.
 
@@ -80,6 +83,8 @@ def generate(
         streamer: gets each step's tokens [B] as they come, not the prompt.
         piece: tokens of the prompt at once.
         graph: replay steps as a CUDA graph; None: wherever it can be done.
+        fuse: compile the graph's small operations into few, which takes seconds once and then saves a third
+            of a small step; None: for FUSE_FROM tokens or more. Rounds differently.
 
     Raises:
         ValueError: values out of range, a model that is not converted, or graph=True where there can be none.
@@ -105,10 +110,12 @@ def generate(
     logits = _read(model, ids, mask, cache, piece)
     token = _choose(logits, rule, generator)
     real = torch.ones(len(ids), dtype=torch.bool, device=ids.device)
-    steps = _Steps(
-        model, cache, token, real, rule, generator, ends, pad, graph is not False and not why_no_graph
-    )
-    tokens, kept, reads_along = [], [], streamer is not None or stops is not None
+    graphs = graph is not False and not why_no_graph
+    fuses = max_new_tokens >= FUSE_FROM if fuse is None else fuse
+    steps = _Steps(model, cache, token, real, rule, generator, ends, pad)
+    steps.allow(graphs, fuses, some_end_early=len(ids) > 1 and (len(ends) > 0 or stops is not None))
+    tokens, kept = [], []
+    looks = streamer is not None or stops is not None or (len(ids) == 1 and len(ends) > 0)
     for n in range(max_new_tokens):
         tokens.append(steps.token.clone())
         kept.append(steps.real.clone())
@@ -118,7 +125,7 @@ def generate(
             stopped = stops(torch.stack(tokens, 1), None)  # type: ignore[arg-type]
             steps.ended |= stopped.to(ids.device)
         steps.advance()
-        if (reads_along or n % LOOK_EVERY == LOOK_EVERY - 1) and not steps.real.any():
+        if (looks or n % LOOK_EVERY == LOOK_EVERY - 1) and not steps.real.any():
             break
     if streamer is not None:
         streamer.end()
@@ -133,11 +140,15 @@ class _Steps:
     whose token was an end, or that the caller marked as `ended`.
     """
 
-    def __init__(self, model, cache, token, real, rule, generator, ends, pad, graph: bool) -> None:
+    def __init__(self, model, cache, token, real, rule, generator, ends, pad) -> None:
         self.model, self.cache, self.rule, self.generator = model, cache, rule, generator
         self.ends, self.pad, self.token, self.real = ends, pad, token, real
         self.ended = torch.zeros_like(real)
-        self.may_graph, self.graph = graph, None
+        self.may_graph, self.fuses, self.some_end_early, self.graph = False, False, True, None
+
+    def allow(self, graph: bool, fuse: bool, some_end_early: bool) -> None:
+        """Whether steps may be a graph, fused, and whether rows may end before the loop does."""
+        self.may_graph, self.fuses, self.some_end_early = graph, fuse, some_end_early
 
     def advance(self) -> None:
         if self.graph is not None:
@@ -168,28 +179,62 @@ class _Steps:
         for layer in cache.layers:
             layer.state = map_state(layer.state, torch.clone)
         cache.seen = cache.seen.clone()
-        held, tokens = [*tensors_of(cache), cache.seen], [layer.tokens for layer in cache.layers]
-        states = [layer.state for layer in cache.layers], cache.seen
+        before = [(layer.state, layer.tokens) for layer in cache.layers], cache.seen
+        held = [*tensors_of(cache), cache.seen]
         graph = torch.cuda.CUDAGraph()
         if self.generator is not None:
             graph.register_generator_state(self.generator)
-        torch.cuda.synchronize()
-        with torch.cuda.graph(graph):
-            out = self.model(self.token[:, None], **{CACHE: cache}, use_cache=True)
-            new = [*tensors_of(cache), cache.seen]
-            if len(real) == 1:
-                torch._foreach_copy_(held, new)
-            else:
-                for old, x in zip(held, new):
-                    row = real.view(-1, *(1 for _ in x.shape[1:]))
-                    torch.where(row, x, old, out=old)
-            self._next(out.logits[:, -1])
-        for layer, state, count in zip(cache.layers, states[0], tokens):
-            layer.state, layer.tokens = state, count
-        cache.seen, self.graph = states[1], graph
+        with _fused(self.model) if self.fuses else contextlib.nullcontext():
+            if self.fuses:  # what is compiled runs once outside of the graph
+                self._mix()
+                _put_back(cache, *before)
+            torch.cuda.synchronize()
+            with torch.cuda.graph(graph):
+                logits = self._mix()
+                new = [*tensors_of(cache), cache.seen]
+                if self.some_end_early:
+                    for old, x in zip(held, new):
+                        torch.where(real.view(-1, *(1 for _ in x.shape[1:])), x, old, out=old)
+                else:
+                    torch._foreach_copy_(held, new)
+                self._next(logits)
+        _put_back(cache, *before)
+        self.graph = graph
+
+    def _mix(self) -> torch.Tensor:
+        """Logits [B, V] after the token, every row's taken as real."""
+        out = self.model(self.token[:, None], **{CACHE: self.cache}, use_cache=True)
+        return out.logits[:, -1]
 
     def _shapes(self) -> list:
         return [(x.shape, x.dtype) for x in tensors_of(self.cache)]
+
+
+def _put_back(cache: StateCache, layers: list, seen: torch.Tensor) -> None:
+    for layer, (state, tokens) in zip(cache.layers, layers):
+        layer.state, layer.tokens = state, tokens
+    cache.seen = seen
+
+
+@contextlib.contextmanager
+def _fused(model) -> Iterator[None]:
+    """Inside, norms, projections with their rotation and MLPs are compiled; then the model is as it was."""
+    layers = model.model.layers
+    plain = [model.model.norm]
+    for layer in layers:
+        plain += [layer.input_layernorm, layer.post_attention_layernorm, layer.mlp]
+    plain = [part for part in plain if part._compiled_call_impl is None]  # else its owner has compiled it
+    for part in plain:
+        part.compile(dynamic=False)
+    for layer in layers:
+        layer.self_attn.project = torch.compile(layer.self_attn.project, dynamic=False)
+    try:
+        yield
+    finally:
+        for part in plain:
+            part._compiled_call_impl = None
+        for layer in layers:
+            del layer.self_attn.project
 
 
 def tensors_of(cache: StateCache) -> list[torch.Tensor]:

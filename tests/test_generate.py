@@ -240,6 +240,29 @@ def test_a_graph_gives_what_steps_give(layers, dtype):
 
 
 @pytest.mark.gpu
+def test_one_row_that_ends_leaves_a_cache_that_goes_on():
+    model, ids = converted(tiny_model(), LAYERS["ring"]).cuda(), prompt(1, 9).cuda()
+    free = generate(model, ids, max_new_tokens=24, end=()).tokens[0]
+    end = int(free[7])
+    first = generate(model, ids, max_new_tokens=24, end=(end,))
+    more = (prompt(1, 4).cuda(), {"max_new_tokens": 6, "end": ()})
+    text = torch.cat([ids, first.tokens, more[0]], 1)
+    found = generate(model, more[0], cache=first.cache, **more[1])
+    assert found.tokens.tolist() == by_whole_passes(model, text, 6).tolist()
+
+
+@pytest.mark.gpu
+def test_fused_steps_give_the_same_and_leave_the_model_as_it_was():
+    model = converted(tiny_model(), LAYERS["ring with memory"]).cuda()
+    options: dict = {"input_ids": prompt(3, 29).cuda(), "max_new_tokens": 24, "end": ()}
+    plain, fused, again = (generate(model, fuse=which, **options) for which in (False, True, False))
+    assert plain.tokens.tolist() == fused.tokens.tolist() == again.tokens.tolist()
+    assert same(plain.cache, fused.cache) and same(plain.cache, again.cache)
+    assert "project" not in vars(model.model.layers[0].self_attn)
+    assert model.model.norm._compiled_call_impl is None
+
+
+@pytest.mark.gpu
 def test_a_graph_draws_anew_at_every_step():
     model = converted(tiny_model(), LAYERS["ring"]).cuda()
     options: dict = {"max_new_tokens": 64, "temperature": 5.0, "end": (), "seed": 4}
