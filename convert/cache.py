@@ -75,6 +75,33 @@ class StateLayer(CacheLayerMixin):
         """Stays where it is: a state is small."""
 
 
+class WindowLayer(DynamicSlidingWindowLayer):
+    """Keys and values that a sliding window still reaches: of its length in real tokens, padding between."""
+
+    def __init__(self, window: int) -> None:
+        super().__init__(window)
+        self.reach = window - 1  # latest tokens, padding included, that a later token may still look at
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any):
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        self.cumulative_length += key_states.shape[-2]
+        assert self.keys is not None and self.values is not None
+        keys = torch.cat([self.keys, key_states], dim=-2)
+        values = torch.cat([self.values, value_states], dim=-2)
+        first = 0 if self.record_past else max(keys.shape[-2] - self.reach, 0)  # all, for crop to go back in
+        self.keys, self.values = keys[:, :, first:], values[:, :, first:]
+        return keys, values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        kept = 0 if self.keys is None else self.keys.shape[-2]
+        return kept + query_length, self.cumulative_length - kept
+
+    def reset(self) -> None:
+        self.reach = self.sliding_window - 1
+        super().reset()
+
+
 class StateCache(Cache):
     """Cache of a converted model.
 
@@ -94,7 +121,7 @@ class StateCache(Cache):
         def empty(i: int) -> CacheLayerMixin:
             if i not in self.kept:
                 return StateLayer()
-            return DynamicLayer() if self.window is None else DynamicSlidingWindowLayer(self.window)
+            return DynamicLayer() if self.window is None else WindowLayer(self.window)
 
         return [empty(i) for i in range(self.count_of_layers)]
 
@@ -109,6 +136,18 @@ class StateCache(Cache):
         if self.kept:
             real = mask.new_ones(shape[0], past) if self.real is None else self.real
             self.real = torch.cat([real, mask], dim=1)
+            self._reach(self.real)
+
+    def _reach(self, real: torch.Tensor) -> None:
+        """Keep as many tokens as hold window - 1 real ones in every row, or all its real ones."""
+        if self.window is None:
+            return
+        later = real.flip(1).cumsum(1).flip(1)  # real tokens from each place on
+        wanted = real & (later < self.window)
+        tokens = real.shape[1]
+        first = torch.where(wanted, torch.arange(tokens, device=real.device), tokens).min()
+        for i in self.kept:
+            self.layers[i].reach = max(tokens - int(first), self.window - 1)
 
     def _change_rows(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         self.seen, self.real = map_state(self.seen, change), map_state(self.real, change)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import errno
 import os
@@ -16,7 +17,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from unsoftmax.convert import provenance
 from unsoftmax.convert.cache import map_state
-from unsoftmax.convert.config import convert_config
+from unsoftmax.convert.config import attention_shape, convert_config
 from unsoftmax.convert.load import tokenizer as load_tokenizer
 from unsoftmax.convert.measure import token_ids, token_rows
 from unsoftmax.convert.model import CONVERTED_MODELS
@@ -27,13 +28,14 @@ from unsoftmax.convert.start import ROW_TOKENS, start_layers
 from unsoftmax.convert.verify import Check, sample_rows, verify_conversion
 from unsoftmax.convert.weights import Plan, plan_weights, skeleton, write_weights
 from unsoftmax.kernels.gsa.layer import GatedSlotAttention
-from unsoftmax.kernels.mixer import Mixer, Rotary
-from unsoftmax.recipes.schema import Recipe, layer_mixers
+from unsoftmax.kernels.mixer import Mixer, MixerOptions, Rotary
+from unsoftmax.recipes.schema import SOFTMAX, Calibration, Recipe, layer_mixers
 from unsoftmax.recipes.text import check_text, documents
 
 PARTIAL = ".partial-"
 OVERHEAD_BYTES = 700 << 20  # Python and torch themselves
 SIDE_BYTES = 16 << 20  # configuration, tokenizer, code
+LEAST_STATE_BYTES = 256 << 20  # a sequence's state may have as much whatever the source's cache has
 DOCUMENT_CHARACTERS = 8192  # a few thousand tokens of each document, so that calibration sees many
 GIB = 1 << 30
 
@@ -97,6 +99,7 @@ def convert_checkpoint(
     for line in (*_source_lines(job), *_plan_lines(job), *_budget_lines(job, verify)):
         say(line)
     _check_disk(job)
+    _check_rows(job)
     _check_texts(job, verify)
     if dry_run:
         say("dry run: nothing was written")
@@ -152,6 +155,7 @@ def _prepare(source: Source, out: Path, recipe: Recipe) -> Conversion:
     try:
         layers = source.config.num_hidden_layers
         config = convert_config(source.config, layer_mixers(recipe, layers))
+        _check_state(source, recipe, config)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from None
     config.dtype = source.dtype
@@ -162,6 +166,40 @@ def _prepare(source: Source, out: Path, recipe: Recipe) -> Conversion:
     _check_tokenizer(source)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     return Conversion(source, out, recipe, config, model, plan, device)
+
+
+def _check_state(source: Source, recipe: Recipe, config: PretrainedConfig) -> None:
+    """Refuse a state larger than the cache that it replaces could get: making one would fill the memory."""
+    options, shape = recipe.mixer.options, attention_shape(config)
+    layers = sum(entry["name"] != SOFTMAX for entry in config.layer_mixers)
+    if options is None or not layers:
+        return
+    positions, a_token = config.max_position_embeddings, _cache_bytes(source)
+    numbers, most = options.state_numbers(shape), max(positions * a_token, LEAST_STATE_BYTES)
+    if 4 * layers * numbers <= most:
+        return
+    key, works = _largest(options, lambda tried: 4 * layers * tried.state_numbers(shape) > most)
+    named = getattr(options, key)
+    raise ValueError(
+        f"mixer.{key} is {list(named) if isinstance(named, tuple) else named}: a sequence's state would be "
+        f"{layers} layers x {numbers:,} numbers x 4 bytes = {4 * layers * numbers:,} bytes; at most {most:,} "
+        f"make sense, as much as the source's cache of {positions} tokens"
+        + (f" or {_gib(LEAST_STATE_BYTES)}" if most == LEAST_STATE_BYTES else "")
+        + f". {works} works"
+    )
+
+
+def _largest(options: MixerOptions, too_large: Callable[[MixerOptions], bool]) -> tuple[str, Any]:
+    """The option that is too large even with all others at their defaults, and its own default."""
+    usual = type(options)()
+    fields = [field.name for field in dataclasses.fields(options)]
+    for name in fields:
+        with contextlib.suppress(ValueError):  # some go with others only
+            if too_large(type(options)(**{name: getattr(options, name)})):
+                return name, getattr(usual, name)
+    sizes = {n: v for n in fields if isinstance(v := getattr(options, n), int)}
+    largest = max(sizes, key=lambda n: sizes[n])
+    return largest, getattr(usual, largest)
 
 
 def _check_tokenizer(source: Source) -> None:
@@ -188,6 +226,25 @@ def _check_disk(job: Conversion) -> None:
         raise ValueError(
             f"{job.out}: {_gib(need)} are needed and {_gib(free)} are free; name an OUT elsewhere"
         )
+
+
+def _check_rows(job: Conversion) -> None:
+    """Calibration text must give rows that the fits can do with."""
+    need = max((mixer.fit_tokens for mixer in job.mixers.values()), default=1)
+    tokens = job.recipe.calibration.tokens
+    if not job.plan.new or row_tokens(job.source, tokens) >= need:
+        return
+    longest = min(ROW_TOKENS, job.source.config.max_position_embeddings)
+    if longest < need:
+        raise ValueError(
+            f"mixer.sinks and mixer.recent ask for calibration rows of {need} tokens, and rows have at most "
+            f"{longest} here; mixer.recent null needs none"
+        )
+    enough = Calibration.tokens
+    raise ValueError(
+        f"calibration.tokens is {tokens}, which gives rows of {row_tokens(job.source, tokens)} tokens; "
+        f"{job.recipe.mixer.name} is fitted on rows of {need} or more: such as {enough}"
+    )
 
 
 def _check_texts(job: Conversion, verify: bool) -> None:
@@ -250,7 +307,11 @@ def _budget_lines(job: Conversion, verify: bool) -> list[str]:
     lines = [
         "budget",
         f"  output {_gib(_output_bytes(job))}   peak memory about {_gib(peak_bytes(job))} to write"
-        + (f", {_gib(sharing_bytes(job.source))} to share slots out" if job.sharing else "")
+        + (
+            f", {_gib(sharing_bytes(job.source, _sharing_tokens(job)) + OVERHEAD_BYTES)} to share slots out"
+            if job.sharing
+            else ""
+        )
         + (f", {_gib(verify_bytes(job))} to verify" if verify else ""),
         f"  parameters {total:,} + {job.plan.num_new:,} new ({100 * job.plan.num_new / total:.3f} %)",
     ]
@@ -299,9 +360,13 @@ def state_bytes(job: Conversion) -> tuple[int, int]:
         if key not in sizes:
             sizes[key] = _state_of_one_token(mixer)
         total += sizes[key]
-    c = job.source.config
-    kv = 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * job.source.dtype.itemsize
-    return total, kv
+    return total, _cache_bytes(job.source)
+
+
+def _cache_bytes(source: Source) -> int:
+    """Of one token in the source's own cache."""
+    c = source.config
+    return 2 * c.num_hidden_layers * c.num_key_value_heads * c.head_dim * source.dtype.itemsize
 
 
 @torch.no_grad()
@@ -331,12 +396,17 @@ def _fill(job: Conversion, folder: Path, verify: bool, say: Callable[[str], None
     _refuse_failures(job, checks)
 
 
+def row_tokens(source: Source, wanted: int, *, whole: bool = False) -> int:
+    """Tokens of a row of calibration text; see calibration_rows."""
+    few = max(wanted // 8, ROW_TOKENS // 4) if wanted < 8 * ROW_TOKENS and not whole else ROW_TOKENS
+    return min(few, wanted, source.config.max_position_embeddings)
+
+
 def calibration_rows(source: Source, recipe: Recipe, wanted: int, *, whole: bool = False) -> torch.Tensor:
     """Rows of calibration text, [R, T] int64, T at most ROW_TOKENS: less if few tokens are wanted, or, if
     `whole`, only where the text has fewer."""
     text = recipe.calibration.text
-    few = max(wanted // 8, ROW_TOKENS // 4) if wanted < 8 * ROW_TOKENS and not whole else ROW_TOKENS
-    length = min(few, wanted, source.config.max_position_embeddings)
+    length = row_tokens(source, wanted, whole=whole)
     try:
         starts = (document[:DOCUMENT_CHARACTERS] for document in documents(text, held_out=False))
         ids = token_ids(load_tokenizer(source.folder), starts, wanted)
@@ -368,18 +438,23 @@ def _start(
     return new, fits
 
 
+def _sharing_tokens(job: Conversion) -> int:
+    return row_tokens(job.source, job.recipe.calibration.sharing_tokens, whole=True)
+
+
 def _share(job: Conversion, new: dict[str, torch.Tensor], say: Callable[[str], None]) -> None:
     """Write into the configuration how many slots each head has, where the recipe shares them out."""
     mixers = job.sharing
     if not mixers:
         return
-    if not can_share(job.source, job.device):
+    if not can_share(job.source, job.device, _sharing_tokens(job)):
         say(
             "  share    every head keeps mixer.num_slots: the teacher cannot be run whole here (memory, or "
             "pickled weights); --set calibration.sharing_tokens=0 asks for that"
         )
         return
-    rows = calibration_rows(job.source, job.recipe, job.recipe.calibration.sharing_tokens, whole=True)
+    wanted = job.recipe.calibration.sharing_tokens
+    rows = calibration_rows(job.source, job.recipe, wanted, whole=True)
     for layer, slots in share_slots(job.source, mixers, new, rows, device=job.device, say=say).items():
         job.config.layer_mixers[layer]["num_slots"] = list(slots)
     every = sorted(n for layer in mixers for n in job.config.layer_mixers[layer]["num_slots"])

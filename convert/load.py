@@ -24,6 +24,10 @@ from unsoftmax.convert.model import CONVERTED_MODELS, ConvertedLayer
 from unsoftmax.kernels.mixer import Mixer
 
 CONVERTED_TYPES = {config.model_type for config in CONVERTED_CONFIGS.values()}
+CONVERT_AGAIN = (
+    "If another version of unsoftmax converted it, convert its source again: convert-checkpoint SOURCE OUT "
+    "--recipe RECIPE (provenance.json there names both)"
+)
 DTYPES = {
     "bf16": torch.bfloat16,
     "bfloat16": torch.bfloat16,
@@ -67,7 +71,8 @@ def load(
     except (OSError, SafetensorError, RuntimeError) as error:
         raise ValueError(f"{path} cannot be loaded: {error}") from error
     expected = set() if layer_mixers is None else new_parameter_names(model)
-    _check_report(path, report, expected)
+    converted = layer_mixers is None and config.model_type in CONVERTED_TYPES
+    _check_report(path, report, expected, converted=converted)
     return model.to(device).eval()
 
 
@@ -108,7 +113,8 @@ def read_config(path: str | os.PathLike) -> PreTrainedConfig:
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"{path} is no checkpoint that can be read: {error}") from error
+        again = f". {CONVERT_AGAIN}" if "layer_mixers" in str(error) else ""
+        raise ValueError(f"{path} is no checkpoint that can be read: {error}{again}") from error
 
 
 def new_parameter_names(model: PreTrainedModel) -> set[str]:
@@ -121,7 +127,9 @@ def new_parameter_names(model: PreTrainedModel) -> set[str]:
     }
 
 
-def _check_report(path: str | os.PathLike, report: dict, expected_missing: set[str]) -> None:
+def _check_report(
+    path: str | os.PathLike, report: dict, expected_missing: set[str], *, converted: bool
+) -> None:
     missing = sorted(set(report["missing_keys"]) - expected_missing)
     mismatched = sorted(key if isinstance(key, str) else key[0] for key in report["mismatched_keys"])
     for keys, problem in (
@@ -131,7 +139,8 @@ def _check_report(path: str | os.PathLike, report: dict, expected_missing: set[s
     ):
         if keys:
             more = f" and {len(keys) - 3} more" if len(keys) > 3 else ""
-            raise ValueError(f"{path} {problem} {', '.join(keys[:3])}{more}")
+            again = f". {CONVERT_AGAIN}" if converted else ""
+            raise ValueError(f"{path} {problem} {', '.join(keys[:3])}{more}{again}")
 
 
 @contextlib.contextmanager

@@ -267,6 +267,9 @@ class ConvertedModel(ConvertedWeights):
         window = getattr(self.config, "sliding_window", None)
         create = create_causal_mask if window is None else create_sliding_window_causal_mask
         given: dict[str, Any] = {"attention_mask": mask, "position_ids": position_ids, CACHE: cache}
+        if window is not None and mask is not None:  # the library's window counts padding, so it is widened
+            index = mask.cumsum(1)
+            given["or_mask_function"] = lambda b, head, q, k: (k <= q) & (index[b, q] - index[b, k] < window)
         return create(config=self.config, inputs_embeds=x, **given)
 
 

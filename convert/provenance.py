@@ -35,6 +35,12 @@ def read(folder: str | Path) -> dict[str, Any]:
     return record
 
 
+def teacher(folder: str | Path) -> str | None:
+    """The checkpoint that the newest conversion in the provenance of `folder` began with, or None."""
+    named = [step.get("source") for step in read(folder)["steps"] if step.get("step") == "convert"]
+    return named[-1] if named else None
+
+
 def extend(folder: str | Path, step: str, entry: dict[str, Any]) -> None:
     """Add one step to the provenance of `folder`, whole or not at all.
 

@@ -27,7 +27,6 @@ from unsoftmax.kernels.gsa.onehot import slot_attention
 from unsoftmax.kernels.mixer import Rotary
 
 SIZES = (1 / 4, 1 / 2, 3 / 4, 1, 3 / 2, 2, 3, 4, 6)  # numbers of slots tried, in num_slots
-BYTES_PER_PARAMETER = 7  # of the teacher in float32, with some of what its backward pass keeps
 
 
 def shares_slots(mixer: GatedSlotAttention) -> bool:
@@ -35,17 +34,21 @@ def shares_slots(mixer: GatedSlotAttention) -> bool:
     return mixer.options.start == "ring" and mixer.options.recent is not None and len(mixer.options.each) == 1
 
 
-def can_share(source: Source, device: torch.device) -> bool:
-    """Whether the teacher can be loaded whole, and run forward and backward in the memory that is free."""
+def can_share(source: Source, device: torch.device, tokens: int) -> bool:
+    """Whether the teacher can be loaded whole, and run over rows of `tokens` in the memory that is free."""
     if any(entry.start is None for entry in source.entries.values()):
         return False  # pickles are read tensor by tensor
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else available_memory()
-    return sharing_bytes(source) < 0.9 * free
+    return sharing_bytes(source, tokens) < 0.9 * free
 
 
-def sharing_bytes(source: Source) -> int:
-    """About what the teacher takes, forward and backward."""
-    return BYTES_PER_PARAMETER * sum(math.prod(entry.shape) for entry in source.entries.values())
+def sharing_bytes(source: Source, tokens: int) -> int:
+    """About what the teacher takes in float32, forward and backward over one row of `tokens`."""
+    c = source.config
+    weights = sum(math.prod(entry.shape) for entry in source.entries.values())
+    a_layer = 10 * c.hidden_size + 4 * c.num_attention_heads * c.head_dim + 4 * c.intermediate_size
+    kept = c.num_hidden_layers * a_layer + 3 * c.vocab_size  # by each token; logits, softmax, gradient
+    return 4 * (weights + tokens * kept)
 
 
 def sizes_of(options: GSAOptions) -> list[int]:
@@ -178,8 +181,17 @@ def deal(cost: Mapping[int, torch.Tensor], sizes: list[int], mean: int) -> dict[
     """Slots of each head, `mean` on average or a little less: each step goes where a slot saves most.
 
     What is left once no slot saves anything (rows too short to need them) goes to the heads with fewest.
-    cost: layer to [H, sizes]; sizes rise.
+    cost: layer to [H, sizes]; sizes rise. Raises ValueError where it is NaN or inf.
     """
+    for layer, rows in cost.items():
+        bad = (~rows.isfinite()).nonzero().tolist()
+        if bad:
+            head, size = bad[0]
+            raise ValueError(
+                f"layer {layer}, head {head}: what {sizes[size]} slots cost the loss came out as "
+                f"{float(rows[head, size])}; with --set calibration.sharing_tokens=0 every head gets "
+                "mixer.num_slots"
+            )
     at = {(layer, h): 0 for layer, rows in cost.items() for h in range(len(rows))}
     left = (mean - sizes[0]) * len(at)
     while True:

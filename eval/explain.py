@@ -106,9 +106,8 @@ def _teacher(checkpoint: str | Path, teacher: str | Path | None, config: Any) ->
     """The teacher, checked; None if none is named and none is here."""
     found = None if teacher is None else str(teacher)
     if found is None:
-        steps = provenance.read(checkpoint)["steps"] if Path(checkpoint).is_dir() else []
-        named = [step["source"] for step in steps if step["step"] == "convert"]
-        found = named[-1] if named and Path(named[-1]).is_dir() else None
+        named = provenance.teacher(checkpoint)
+        found = named if named and Path(named).is_dir() else None
     if found is None:
         return None
     theirs = read_config(found)

@@ -122,6 +122,13 @@ class MixerOptions:
     ("mixer.num_slots is 0; it must be ...").
     """
 
+    def state_numbers(self, shape: AttentionShape) -> int:
+        """Numbers of 4 bytes in the state of one sequence in one layer, by arithmetic alone.
+
+        What a conversion is refused by, before anything so large is made. 0: nothing to refuse.
+        """
+        return 0
+
 
 class Mixer(nn.Module):
     """One attention layer: the source's four projections, and whatever the mixer adds to them.
@@ -164,6 +171,11 @@ class Mixer(nn.Module):
 
     def reset_new_parameters(self) -> None:
         """Give every new parameter and buffer its documented start, in place."""
+
+    @property
+    def fit_tokens(self) -> int:
+        """The shortest calibration row that `fit` can do with."""
+        return 1
 
     def fit(self, batches: Iterable[tuple[torch.Tensor, Rotary]]) -> dict[str, float]:
         """Set new parameters in closed form from calibration text; returns what a report should show.

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -242,6 +243,67 @@ def test_calibration_text_that_is_too_short_is_refused_by_key(recipe, said, tmp_
     chosen = recipe(MEMORY, calibration={"text": str(short), "tokens": 4096})
     with pytest.raises(ValueError, match=r"calibration\.text .*short\.txt.*at least"):
         convert_checkpoint(tiny_source(tmp_path / "s"), tmp_path / "out", chosen, say=said.append)
+    assert left_over(tmp_path) == []
+
+
+@pytest.mark.parametrize("tokens", [1, 24, 26])
+def test_too_few_calibration_tokens_are_refused_by_key_before_any_work(tokens, recipe, said, tmp_path):
+    folder, text = tiny_source(tmp_path / "s"), recipe(MEMORY).calibration.text
+    message = (
+        rf"^calibration\.tokens is {tokens}, .* rows of {tokens} tokens; gsa .* 27 or more: such as 30720"
+    )
+    with pytest.raises(ValueError, match=message):
+        chosen = recipe(MEMORY, calibration={"text": text, "tokens": tokens})
+        convert_checkpoint(folder, tmp_path / "out", chosen, dry_run=True, say=said.append)
+    convert_checkpoint(
+        folder,
+        tmp_path / "out",
+        recipe(MEMORY, calibration={"text": text, "tokens": 27}),
+        verify=False,
+        say=said.append,
+    )
+    assert left_over(tmp_path) == ["out"]
+
+
+def test_sinks_that_no_calibration_row_reaches_past_are_refused_by_key(recipe, said, tmp_path):
+    chosen = recipe(MEMORY | {"num_slots": 160, "sinks": 150})
+    with pytest.raises(ValueError, match=r"mixer\.sinks and mixer\.recent .* 198 tokens.* 128 here"):
+        convert_checkpoint(tiny_source(tmp_path / "s"), tmp_path / "out", chosen, say=said.append)
+
+
+HUGE = {  # mixer, the key that is named, its value, and one that works
+    "slots": (RING | {"num_slots": 10**9}, "num_slots", "1000000000", 64),
+    "slots that are kept": (MEMORY | {"num_slots": 10**9}, "num_slots", "1000000000", 64),
+    "slots of one head": (RING | {"num_slots": [16, 10**9]}, "num_slots", r"\[16, 1000000000\]", 64),
+    "slots of the paper": (RING | {"start": "paper", "num_slots": 10**9}, "num_slots", "1000000000", 64),
+    "sinks, with slots for them": (
+        RING | {"num_slots": 10**9, "sinks": 10**8},
+        "num_slots",
+        "1000000000",
+        64,
+    ),
+    "a window": ({"name": "window", "window": 10**9}, "window", "1000000000", 60),
+    "sinks beside a window": ({"name": "window", "sinks": 10**9}, "sinks", "1000000000", 4),
+    "a sketch": (POLYSKETCH | {"sketch_size": 10**9}, "sketch_size", "1000000000", 32),
+    "a block": (POLYSKETCH | {"block": 10**9}, "block", "1000000000", 32),
+    "a window of blocks": (POLYSKETCH | {"window": 32 * 10**8}, "window", "3200000000", 64),
+    "sinks beside sketches": (POLYSKETCH | {"sinks": 10**9}, "sinks", "1000000000", 4),
+}
+
+
+@pytest.mark.parametrize("mixer, key, value, works", HUGE.values(), ids=HUGE)
+def test_a_state_larger_than_the_sources_cache_is_refused_before_it_is_made(
+    mixer, key, value, works, recipe, said, tmp_path
+):
+    message = (
+        rf"s/config\.json: mixer\.{key} is {value}: .* 3 layers x [\d,]+ numbers x 4 bytes = [\d,]+ bytes"
+    )
+    with pytest.raises(ValueError, match=rf"{message}; at most 268,435,456 .*\. {works} works$") as caught:
+        convert_checkpoint(
+            tiny_source(tmp_path / "s"), tmp_path / "out", recipe(mixer), dry_run=True, say=said.append
+        )
+    numbers, total = re.findall(r"x ([\d,]+) numbers x 4 bytes = ([\d,]+) bytes", str(caught.value))[0]
+    assert int(total.replace(",", "")) == 12 * int(numbers.replace(",", "")) > 10**9
     assert left_over(tmp_path) == []
 
 

@@ -218,6 +218,15 @@ def test_rows_of_a_state_can_be_reordered_as_beams_do(name, options, device):
     assert_as_good_as("y", ours, gold, gold)
 
 
+@every_shape
+@every_mixer
+def test_the_size_of_a_state_is_known_before_it_is_made(name, options, shape, device):
+    layer = build(name, options, shape, device).float()
+    _, state = run(layer, torch.ones(1, 1, shape.hidden_size, device=device), keep_state=True)
+    sizes = {key: t.numel() * t.element_size() for key, t in state._asdict().items() if key != "seen"}
+    assert 4 * layer.options.state_numbers(shape) == sum(sizes.values()), sizes
+
+
 @every_mixer
 def test_a_document_start_forgets_everything_before_it(name, options, device):
     shape, lengths = SHAPES["grouped heads"], [1, 0, 29, 3, 1, 36]

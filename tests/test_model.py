@@ -223,6 +223,31 @@ def test_padding_anywhere_leaves_no_trace(model, places):
     assert cache.seen.tolist() == [19, 23]
 
 
+@pytest.mark.parametrize("places", PADDING.values(), ids=PADDING)
+@pytest.mark.parametrize("mixers", [[KEPT] * 3, [KEPT, RING, KEPT], [MEMORY, KEPT, WINDOW]], ids=str)
+def test_a_sliding_window_of_kept_softmax_counts_real_tokens(mixers, places):
+    ours = converted(tiny_model("mistral", sliding_window=5), mixers).double()
+    mask = torch.tensor([places, [1] * 23])
+    real = mask[0].bool()
+    alone = [ours(IDS[:1, real]).logits[0], ours(IDS[1:]).logits[0]]
+    for logits in (
+        ours(IDS, attention_mask=mask).logits,
+        steps(ours, IDS, [3, 8, 1, 11], mask)[0],
+        steps(ours, IDS, [18, *[1] * 5], mask)[0],
+        steps(ours, IDS, [6, *[1] * 17], mask)[0],
+    ):
+        torch.testing.assert_close(logits[0, real], alone[0])
+        torch.testing.assert_close(logits[1], alone[1])
+
+
+def test_left_padding_in_a_sliding_window_gives_the_sources_bits():
+    source = tiny_model("mistral", sliding_window=5)
+    mask = torch.tensor([PADDING["left"], [1] * 23])
+    theirs = source(IDS, attention_mask=mask, position_ids=(mask.cumsum(1) - 1).clamp_min(0)).logits
+    ours = converted(source, [KEPT] * 3)(IDS, attention_mask=mask).logits
+    assert torch.equal(ours[mask.bool()], theirs[mask.bool()])
+
+
 def test_a_mask_for_the_new_tokens_alone_will_do(model):
     mask = torch.tensor([PADDING["left"], PADDING["inside"]])
     whole = model(IDS, attention_mask=mask).logits
@@ -419,6 +444,10 @@ def test_softmax_layers_with_a_sliding_window_keep_no_more_than_it():
     ours = converted(tiny_model("mistral", sliding_window=5), [KEPT, RING, KEPT])
     _, cache = steps(ours, IDS, [20, 1, 1])
     assert cache.layers[0].keys.shape[-2] == 4 and cache.get_seq_length() == 22
+    _, cache = steps(ours, IDS, [20, 1, 1], torch.tensor([PADDING["left"], [1] * 23]))
+    assert cache.layers[0].keys.shape[-2] == 4
+    _, cache = steps(ours, IDS, [17], torch.tensor([PADDING["inside"], [1] * 23]))
+    assert cache.layers[0].keys.shape[-2] == 6, "two of them are padding"
 
 
 def test_cache_rows_can_be_chosen_repeated_and_emptied(model):
@@ -490,7 +519,16 @@ def test_a_new_parameter_that_is_missing_gets_its_documented_start_and_no_other_
     assert set(report["missing_keys"]) == dropped
     for name, tensor in again.state_dict().items():
         assert torch.equal(tensor, start.get(name, torch.full_like(tensor, 0.5))), name
-    with pytest.raises(ValueError, match=r"lacks model\.layers\.1\.self_attn\.importance\.decay"):
+    lacks = (
+        r"lacks model\.layers\.1\.self_attn\.importance\.decay.*another version.* convert its source again"
+    )
+    with pytest.raises(ValueError, match=lacks):
+        load(tmp_path)
+    path = tmp_path / "config.json"
+    config = json.loads(path.read_text())
+    config["layer_mixers"][1]["memory_slots"] = 4
+    path.write_text(json.dumps(config))
+    with pytest.raises(ValueError, match=r"memory_slots is not an option of gsa.* convert its source again"):
         load(tmp_path)
 
 

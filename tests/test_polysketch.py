@@ -1,6 +1,7 @@
 """What only PolySketch promises; the laws that it shares with every mixer are in test_mixer_laws.py."""
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -297,6 +298,23 @@ def test_extreme_weights_stay_finite_and_equal_the_definition(size, far, device)
     single, _ = polysketch(*(x.float() for x in tensors), **rule)
     assert single.isfinite().all()
     assert ((single - gold).norm() / gold.norm()).item() < 1e-3  # logits of hundreds, rounded to float32
+
+
+@pytest.mark.parametrize("state", [False, True], ids=["from the start", "going on"])
+def test_a_mask_without_padding_changes_nothing_and_is_not_waited_for(state, device):
+    layer = PolySketchAttention(AttentionShape(24, 4, 2, 8), PolySketchOptions(sketch_size=8, block=16))
+    layer = layer.to(device, torch.float64)
+    x = torch.randn(2, 50, 24, dtype=torch.float64, device=device)
+    rotary = Rotary(*torch.randn(2, 1, 50, 8, dtype=torch.float64, device=device))
+    before = None
+    if state:
+        _, before = layer(x, rotary=rotary, keep_state=True)
+    mask = torch.ones(2, 50, dtype=torch.bool, device=device)
+    y, after = layer(x, rotary=rotary, state=before, keep_state=True)
+    with patch.object(torch.Tensor, "__bool__", side_effect=AssertionError("a GPU would be waited for")):
+        masked, kept = layer(x, rotary=rotary, mask=mask, state=before, keep_state=True)
+    torch.testing.assert_close(masked, y)
+    torch.testing.assert_close(tuple(kept), tuple(after))
 
 
 def test_what_lies_beyond_a_rows_length_is_never_read(device):

@@ -11,12 +11,13 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tiny import tiny_model, tiny_source
+from tiny import VOCABULARY, tiny_model, tiny_source
 from unsoftmax.convert import share
 from unsoftmax.convert.checkpoint import convert_checkpoint
 from unsoftmax.convert.config import attention_shape
 from unsoftmax.convert.load import load
 from unsoftmax.convert.share import costs, deal, shares_slots, sizes_of
+from unsoftmax.convert.source import open_source
 from unsoftmax.kernels.gsa.layer import GatedSlotAttention, GSAOptions
 from unsoftmax.kernels.mixer import Rotary
 from unsoftmax.recipes.schema import parse_recipe
@@ -71,6 +72,15 @@ def test_slots_that_save_nothing_are_dealt_evenly():
     early = torch.tensor([9.0, 0.0, 0.0, 0.0, 0.0, 0.0])
     late = torch.tensor([9.0, 8.0, 7.0, 6.0, 0.0, 0.0])
     assert deal({0: torch.stack((early, early, late))}, SIZES, 16) == {0: (12, 12, 24)}
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")], ids=str)
+def test_costs_that_are_no_numbers_are_refused_by_layer_and_head(value):
+    cost = {0: torch.ones(2, 6), 3: torch.ones(2, 6)}
+    cost[3][1, 2] = value
+    message = rf"^layer 3, head 1: what 12 slots cost .* as {value}; .*calibration\.sharing_tokens=0"
+    with pytest.raises(ValueError, match=message):
+        deal(cost, SIZES, 16)
 
 
 def test_the_numbers_tried_rise_leave_room_beside_the_sinks_and_have_the_recipes_own():
@@ -247,6 +257,16 @@ def test_layers_that_keep_softmax_are_left_out(here, tmp_path):
 def test_a_ring_is_never_shared(here, tmp_path):
     out, said = convert(here, tmp_path / "out", 512, mixer={"name": "gsa", "num_slots": 16, "sinks": 2})
     assert slots(out) == [16] * 3 and not any(line.startswith("  share") for line in said)
+
+
+def test_the_memory_that_sharing_takes_counts_the_logits_and_what_each_token_keeps(here):
+    source = open_source(here / "source")
+    weights = sum(w.numel() for w in tiny_model(max_position_embeddings=256).parameters())
+    small, large = (share.sharing_bytes(source, tokens) for tokens in (1, 1001))
+    assert small > 4 * weights
+    assert (large - small) / 1000 > 3 * 4 * VOCABULARY + 3 * 4 * (10 * 32 + 4 * 48)
+    assert not share.can_share(source, torch.device("cpu"), 1 << 40)
+    assert share.can_share(source, torch.device("cpu"), 256)
 
 
 def test_a_teacher_too_large_for_the_memory_leaves_slots_even_and_says_so(here, tmp_path, monkeypatch):

@@ -16,6 +16,7 @@ from safetensors.torch import load_file, save_file
 from tiny import tiny_source
 from train_worker import perform
 from unsoftmax import cli
+from unsoftmax.convert import provenance
 from unsoftmax.convert.load import load, tokenizer
 from unsoftmax.recipes.schema import parse_recipe
 from unsoftmax.train import checkpoint, engine, loop, progress
@@ -425,6 +426,18 @@ def test_a_run_goes_on_from_its_own_start_only(here, whole, alone):
     assert {p: p.read_bytes() for p in whole.rglob("*") if p.is_file()} == before
     run = broken_off(here, whole, "same start")
     assert loop.train(parse_recipe(tree(here)), run, model=str(here / "start"), resume="auto")
+
+
+def test_the_command_that_a_run_ends_with_names_the_teacher_that_its_start_was_converted_from(
+    here, whole, alone, capsys, tmp_path
+):
+    run = broken_off(here, whole, "teacher")
+    (run / "start.txt").write_text(f"{tmp_path / 'start'}\n")
+    shutil.copytree(here / "start", tmp_path / "start")
+    provenance.extend(tmp_path / "start", "convert", {"source": str(here / "my source")})
+    loop.train(parse_recipe(tree(here)), run, resume="auto")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == f"next: unsoftmax-eval {run / 'export'} --teacher '{here / 'my source'}'"
 
 
 def test_a_run_names_its_layers_mixers_and_where_it_stands(here, whole, alone, capsys):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from typing import NamedTuple
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from unsoftmax.convert import provenance
 from unsoftmax.convert.load import CONVERTED_TYPES, load, read_config, tokenizer
 from unsoftmax.convert.measure import measure, token_ids, token_rows
 from unsoftmax.recipes.schema import SOFTMAX, Recipe, accumulation, layer_mixers, total_steps
@@ -151,9 +153,18 @@ def _finish(job: Job) -> Path:
     out = job.run / "export"
     if job.place.first:
         export_newest(job.run, out, total_steps(job.recipe), say=job.progress.say)
-        job.progress.say(f"exported to {out}\nnext: unsoftmax-eval {out} --teacher {job.recipe.source}")
+        words = ["unsoftmax-eval", str(out), "--teacher", _teacher(job)]
+        job.progress.say(f"exported to {out}\nnext: {shlex.join(words)}")
     engine.barrier()
     return out
+
+
+def _teacher(job: Job) -> str:
+    """What the run's start was converted from, or the start itself if it keeps softmax in all layers."""
+    start = start_folder(job.run)
+    if read_config(start).model_type not in CONVERTED_TYPES:
+        return str(start)
+    return provenance.teacher(start) or job.recipe.source
 
 
 # ---- preparing

@@ -13,6 +13,7 @@ paper   SiLU on q, k, v; no rotary positions; scale 1; log_gate = logsigmoid(f_p
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -80,6 +81,10 @@ class GSAOptions(MixerOptions):
         """Slots of each of the layer's key/value heads."""
         return self.each * heads if len(self.each) == 1 else self.each
 
+    def state_numbers(self, shape: AttentionShape) -> int:
+        beside = 1 if self.start == "paper" else 3  # log_kept; or a token's index (two numbers) and worth
+        return sum(self.slots(shape.num_kv_heads)) * (2 * shape.head_dim + beside)
+
 
 class RingState(NamedTuple):
     """k, v of every head's slots, one head after another [B, slots of all heads, D]; the tokens in them, by
@@ -135,6 +140,13 @@ class GatedSlotAttention(Mixer):
             self.importance = Importance(shape.hidden_size, H)
         if self.has_storage():
             self.reset_new_parameters()
+
+    @property
+    def fit_tokens(self) -> int:
+        if self.options.recent is None:
+            return 1
+        least = FAR + self.options.sinks + 1
+        return next(T for T in itertools.count(least) if T - FAR - self.options.sinks >= _least_queries(T))
 
     @property
     def slots(self) -> tuple[int, ...]:
@@ -312,13 +324,18 @@ class GatedSlotAttention(Mixer):
             queries = (T - near - j).clamp(0, far - near)
             bands.add(near, within[n + 1] - within[n], queries, (queries >= FAR_QUERIES) & (j >= opt.sinks))
         later = (T - FAR - j).clamp_min(0)
-        usable = (later >= max(1, min(FAR_QUERIES, (T - FAR) // 4))) & (j >= opt.sinks)
+        usable = (later >= _least_queries(T)) & (j >= opt.sinks)
         if not usable.any():
             raise ValueError(
                 f"calibration rows have {T} tokens, too few to see attention from {FAR} tokens on; "
-                f"use rows of {2 * (FAR + opt.sinks) + FAR_QUERIES} or more"
+                f"use rows of {self.fit_tokens} or more"
             )
         return _log_mean(so_far[:, :, 0] - within[0], later).transpose(1, 2), usable
+
+
+def _least_queries(tokens: int) -> int:
+    """Later queries that a token of a calibration row needs for its importance to be fitted to."""
+    return max(1, min(FAR_QUERIES, (tokens - FAR) // 4))
 
 
 def _log_mean(received: torch.Tensor, queries: torch.Tensor) -> torch.Tensor:

@@ -29,6 +29,7 @@ from unsoftmax.kernels.polysketch.sketch import (
     LearnedSketch,
     RandomSketch,
     append,
+    num_features,
 )
 
 try:
@@ -82,6 +83,12 @@ class PolySketchOptions(MixerOptions):
                 "millions of features a head; use mixer.degree 2 or mixer.sketch learned (or "
                 "mixer.local power and a mixer.block as long as the context: exact, in quadratic time)"
             )
+
+    def state_numbers(self, shape: AttentionShape) -> int:
+        D = shape.head_dim
+        r = D + 1 if self.sketch == "exact" else self.sketch_size
+        near = (self.window or 0) * (2 * D + r + 1) + (self.sinks or 0) * 2 * D
+        return shape.num_kv_heads * (num_features(r) * (D + 1) + near)
 
 
 def _one_of(name: str, value: object, choices: tuple) -> None:
@@ -166,7 +173,7 @@ class PolySketchAttention(Mixer):
         order = lengths = None
         if cu_seqlens is not None:
             cu_seqlens = packed(cu_seqlens, x.shape[1], x.device)
-        if mask is not None and not bool(mask.all()):
+        if mask is not None:
             lengths, order = mask.sum(1), (~mask).to(torch.uint8).argsort(dim=1, stable=True)
             x = _reorder(x.masked_fill(~mask.unsqueeze(-1), 0), order)
             rotary = Rotary(*(_reorder(r.expand(len(x), -1, -1), order) for r in rotary))

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from unsoftmax.kernels.mixer import Mixer, MixerOptions, Rotary, packed
+from unsoftmax.kernels.mixer import AttentionShape, Mixer, MixerOptions, Rotary, packed
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,9 @@ class WindowOptions(MixerOptions):
             raise ValueError(f"mixer.window is {self.window}; it must be at least 1, such as 60")
         if self.sinks < 0:
             raise ValueError(f"mixer.sinks is {self.sinks}; it must be 0 or more")
+
+    def state_numbers(self, shape: AttentionShape) -> int:
+        return shape.num_kv_heads * (self.window + self.sinks) * 2 * shape.head_dim
 
 
 class WindowState(NamedTuple):
