@@ -1,6 +1,6 @@
 """One-hot slot attention's Triton kernels on a GPU: right in every dtype and shape, and how fast.
 
-    PYTHONPATH=src python benchmarks/check_onehot.py [--out DIR] [--quick] [--no-variants]
+    PYTHONPATH=src python benchmarks/check_onehot.py [--out DIR] [--quick] [--no-variants] [--choose]
 
 First every case against the PyTorch form in float64, one line a failing one; then forward and backward over
 their block sizes, where the time goes, whole operations at Mistral-7B's shape beside torch's softmax (cuDNN,
@@ -28,6 +28,7 @@ from unsoftmax.kernels.gsa.keep import choose_slots
 from unsoftmax.kernels.gsa.layer import GatedSlotAttention, GSAOptions
 from unsoftmax.kernels.gsa.onehot import slot_attention
 from unsoftmax.kernels.gsa.onehot_reference import SlotState, slots_of
+from unsoftmax.kernels.gsa.triton_keep import NEAR, choose_slots_triton
 from unsoftmax.kernels.gsa.triton_onehot import Blocks, blocks_for, slot_attention_triton
 from unsoftmax.kernels.mixer import AttentionShape, Rotary
 
@@ -336,25 +337,63 @@ def host(result: dict) -> None:
 
 
 @torch.no_grad()
-def choosing(result: dict) -> None:
-    """choose_slots at Mistral's heads and SmolLM2's, the same slots for each and others."""
+def choosing(result: dict, variants: bool = False) -> None:
+    """choose_slots at Mistral's heads and SmolLM2's, the same slots for each and others.
+
+    Blocks of tokens must choose as one token after another does, exactly. variants: times that form too.
+    """
+    wrong = result.setdefault("wrong", [])
+    kinds, sizes = ("drawn", "alike", "smooth", "rising"), ((64,) * 3, (28, 384, 100))
+    for kind, M, recent in itertools.product(kinds, sizes, (5, 16)):
+        same = same_choice(kind, M, recent)
+        if not all(same.values()):
+            wrong.append(f"WRONG choose_slots, {kind}, slots {M}, recent {recent}: {same}")
+            print(wrong[-1], flush=True)
     shapes = [(B, T, 8, M) for B, T in LAYOUTS for M in ((64,) * 8, UNEVEN)]
     for B, T, H, M in [*shapes, (16, 1024, 3, (64,) * 3), (16, 1024, 3, (28, 384, 64))]:
         importance, decay = 2 * torch.randn(B, T, H, device="cuda"), torch.ones(H, device="cuda")
         options = {"sinks": 4, "recent": 16, "keep_state": False}
-
-        def run(importance=importance, decay=decay, M=M, options=options):
-            return choose_slots(importance, decay, M, **options)[0]
-
         if T < 2000:
             want = choose_slots(importance.cpu()[:2, :300], decay.cpu(), M, **options)[0]
-            same = (run()[:2, :300].cpu() == want).float().mean().item()
+            ours = choose_slots(importance, decay, M, **options)[0][:2, :300]
+            same = (ours.cpu() == want).float().mean().item()
             if same < 0.999:
-                result["wrong"].append(f"WRONG choose_slots: {same:.4f} of the choices are the CPU's")
-                print(result["wrong"][-1], flush=True)
+                wrong.append(f"WRONG choose_slots: {same:.4f} of the choices are the CPU's")
+                print(wrong[-1], flush=True)
+        took = {}
+        for near in (NEAR, 0) if variants else (NEAR,):
+
+            def run(importance=importance, decay=decay, M=M, near=near):
+                choose_slots_triton(importance, decay, M, 4, 16, None, None, None, None, False, near)
+
+            took[near] = bench(run)
         name = f"choose {B}x{T}, {min(M)} to {max(M)} slots"
-        result[name] = took = bench(run)
-        print(f"{name}: {took:.3f} ms", flush=True)
+        result[name] = took[NEAR]
+        print(f"{name}: " + ", token by token ".join(f"{ms:.3f} ms" for ms in took.values()), flush=True)
+
+
+def same_choice(kind: str, M: tuple[int, ...], recent: int) -> dict[str, bool]:
+    """Whether blocks choose as single tokens do: rows in two pieces, and packed documents."""
+    H, cu = len(M), torch.tensor([0, 1, 40, 40, 700, 3000], device="cuda")
+    importance, decay = 2 * torch.randn(1, 3000, H, device="cuda"), torch.linspace(0.3, 2, H, device="cuda")
+    if kind == "alike":
+        importance, decay = importance.round(), torch.zeros_like(decay)
+    elif kind == "smooth":
+        importance = importance.cumsum(1) / 8
+    elif kind == "rising":
+        decay = -decay
+    seen, rule, found = torch.full((1,), 1700, device="cuda"), (M, 4, recent, None), []
+    for near in (NEAR, 0):
+        write, state = choose_slots_triton(
+            importance[:, :1700], decay, *rule, None, None, None, True, near=near
+        )
+        more, end = choose_slots_triton(
+            importance[:, 1700:], decay, *rule, seen, state, None, True, near=near
+        )
+        packed, last = choose_slots_triton(importance, decay, *rule, None, None, cu, True, near=near)
+        found.append((write, *state, more, *end, packed, *last))
+    names = ("write", "born", "worth", "more", "then born", "then worth", "packed", "its born", "its worth")
+    return {name: torch.equal(a, b) for name, a, b in zip(names, *found)}
 
 
 def row(result: dict, name: str, forward, step) -> None:
@@ -463,12 +502,16 @@ def main() -> None:
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="bf16 at Mistral's shape only")
     parser.add_argument("--no-variants", action="store_true", help="only the shipped block sizes")
+    parser.add_argument("--choose", action="store_true", help="only the choice of slots, in both its forms")
     parser.add_argument("--processes", type=int, default=14)
     parser.add_argument("--warm", type=int, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.warm is not None:
         return warm(arguments.warm, arguments.processes, arguments.quick, not arguments.no_variants)
     start = time.perf_counter()
+    if arguments.choose:
+        choosing(chosen := {}, variants=True)
+        return print(f"{len(chosen['wrong'])} wrong, {time.perf_counter() - start:.0f} s")
     flags = [f"--{name}" for name in ("quick", "no-variants") if getattr(arguments, name.replace("-", "_"))]
     command = [sys.executable, __file__, *flags, "--processes", str(arguments.processes), "--warm"]
     workers = [subprocess.Popen([*command, str(i)]) for i in range(arguments.processes)]

@@ -86,15 +86,20 @@ def onehot() -> Iterator[Job]:
             yield f"{name} D {D} M {M} {NAMES[dtype]}", kernel, types, fixed | more, options
     from unsoftmax.kernels.gsa import triton_keep
 
-    types = dict.fromkeys(("importance", "decay", "worth_in", "worth_out"), "*fp32") | {"heads": "*i32"}
+    types = dict.fromkeys(("importance", "decay", "worth_in", "worth_out"), "*fp32")
+    types |= {"heads": "*i32", "near": "*i32"}
     types |= dict.fromkeys(("write", "cu_seqlens", "seen", "born_in", "born_out"), "*i64") | {"real": "*i8"}
     types |= dict.fromkeys(("T", "S", "sinks", "recent"), "i32")
     whole = dict.fromkeys(("PADDED", "SEEN", "STATE", "KEEP"), True) | {"PACKED": False, "cu_seqlens": None}
     plain = dict.fromkeys(("PADDED", "SEEN", "STATE", "KEEP", "PACKED"), False)
     plain |= dict.fromkeys(("real", "cu_seqlens", "seen", "born_in", "worth_in", "born_out", "worth_out"))
-    for M, flags in ((64, plain), (512, whole)):
+    blocks = {n: x for n, x in plain.items() if n not in ("born_out", "worth_out")}
+    for M, flags, close in ((64, plain, 0), (512, whole, 0), (64, blocks, 64), (512, blocks, 64)):
         options = {"num_warps": 1, "num_stages": 3}
-        yield f"_choose {M}", triton_keep._choose, types, flags | {"H": 8, "SLOTS": M}, options
+        fixed = (
+            flags | {"H": 8, "SLOTS": M, "CLOSE": close, "APPROX": True} | ({} if close else {"near": None})
+        )
+        yield f"_choose {M} near {close}", triton_keep._choose, types, fixed, options
 
 
 def polysketch() -> Iterator[Job]:

@@ -89,6 +89,39 @@ def test_packed_documents_choose_as_each_does_alone(backend, device):
         assert torch.equal(keep.importance[n], end.importance[0])
 
 
+@pytest.mark.parametrize(
+    "kind, recent", [("drawn", 16), ("drawn", 5), ("alike", 16), ("smooth", 16), ("rising", 16)]
+)
+def test_more_slots_than_a_warp_holds_make_the_same_choice(recent, kind, device):
+    importance = 2 * torch.randn(1, 250, 2, device=device)
+    slots, decay = (110, 28), torch.tensor([1.0, 0.3], device=device)
+    if kind == "alike":  # ties in nearly every step
+        importance, decay = importance.round(), torch.zeros_like(decay)
+    elif kind == "smooth":
+        importance = importance.cumsum(1) / 8
+    elif kind == "rising":  # worth more with age
+        decay = -decay
+    found = []
+    for backend in ("torch", "triton"):
+        options = {"sinks": 4, "recent": recent, "backend": backend}
+        write, state = choose_slots(importance[:, :200], decay, slots, **options)
+        seen = torch.full((1,), 200, device=device)
+        more, end = choose_slots(importance[:, 200:], decay, slots, seen=seen, state=state, **options)
+        found.append((write, *state, more, *end))
+    for name, want, ours in zip(("write", "born", "importance", "more", "last", "its"), *found):
+        assert torch.equal(want, ours), name
+
+
+def test_a_slot_out_of_sight_is_taken_when_it_is_worth_least(device):
+    """Worth hangs on age, so that of 200 slots others come to be the least than those a warp holds."""
+    importance, decay = torch.randn(1, 800, 1, device=device) / 2, torch.ones(1, device=device)
+    options = {"sinks": 4, "recent": 16, "keep_state": False}
+    want, ours = (
+        choose_slots(importance, decay, (200,), backend=b, **options)[0] for b in ("torch", "triton")
+    )
+    assert torch.equal(want, ours)
+
+
 @pytest.mark.parametrize("T", [1, 2, 3, 9, 50])
 def test_with_all_slots_recent_it_is_the_ring(T, device):
     importance, decay = draw(2, T, device)
