@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from test_crossed import KINDS, SOURCES
+from test_train import ENGINES
 from unsoftmax import cli
 from unsoftmax.kernels.registry import MIXERS
 from unsoftmax.recipes.schema import load_recipe, recipe_names
@@ -23,10 +24,12 @@ COMMANDS = [
 
 
 def support_table() -> str:
-    """Sources and kinds of layers, every pair of which test_crossed.py converts and runs."""
-    lines = [f"| {len(SOURCES)} sources | {len(KINDS)} kinds of layers |", "|---|---|"]
-    for n in range(max(len(SOURCES), len(KINDS))):
-        lines.append("| " + " | ".join("".join(list(names)[n : n + 1]) for names in (SOURCES, KINDS)) + " |")
+    """Sources and kinds of layers, every pair of which test_crossed.py converts; how test_train.py trains."""
+    columns = [list(names) for names in (SOURCES, KINDS, ENGINES)]
+    titles = zip(columns, ("sources", "kinds of layers", "ways to train"))
+    lines = ["| " + " | ".join(f"{len(names)} {title}" for names, title in titles) + " |", "|---|---|---|"]
+    for n in range(max(map(len, columns))):
+        lines.append("| " + " | ".join("".join(names[n : n + 1]) for names in columns) + " |")
     return "\n".join(lines)
 
 

@@ -38,6 +38,8 @@ STARTS = {  # what a recipe can ask for; the last two, several mixers at once, a
     "mixed": [MEMORY, SOFTMAX, SKETCH],
     "fixed": [MEMORY, SOFTMAX, DRAWN],
 }
+ZERO = {"torchrun": (0, 1, 2, 3), "deepspeed": (0, 2)}  # ZeRO stages that two ranks train on, by launcher
+ENGINES = ["one process", *(f"{name}, ZeRO {', '.join(map(str, z))}" for name, z in ZERO.items())]  # README
 FIXED = ("importance.weight", "importance.decay", "sketch.leaf", "sketch.inner")  # never trained
 SAFE = "model.safetensors"
 ONE_STEP = {"total_tokens": 256, "warmup_steps": 0, "schedule": "constant", "grad_clip": 0.5}
@@ -149,12 +151,12 @@ def two_ranks(here):
     start = str(here / "start")
     jobs = [
         {"recipe": tree(here, zero_stage=z, **ONE_STEP), "run": str(here / f"one-{z}"), "model": start}
-        for z in range(4)
+        for z in ZERO["torchrun"]
     ]
     sketch = tree(here, mixer="polysketch", zero_stage=3, **ONE_STEP)
     jobs.append({"recipe": sketch, "run": str(here / "one-3-sketch"), "model": str(here / "sketch start")})
     again = []
-    for z in (0, 2):
+    for z in ZERO["deepspeed"]:
         recipe = tree(here, zero_stage=z, dtype="bf16")
         jobs.append({"recipe": recipe, "run": str(here / f"whole-{z}"), "model": start})
         jobs.append({"recipe": recipe, "run": str(here / f"half-{z}"), "model": start, "stop_at": 2})
@@ -193,7 +195,7 @@ def first_batch(here, recipe, micro):
     return next(batches(rows, batch_rows=count, micro_rows=micro, rank=0, world=1))
 
 
-@pytest.mark.parametrize("run", ["one-0", "one-1", "one-2", "one-3", "one-3-sketch"])
+@pytest.mark.parametrize("run", [*(f"one-{z}" for z in ZERO["torchrun"]), "one-3-sketch"])
 def test_one_step_of_any_zero_stage_on_two_ranks_is_plain_adamw(two_ranks, run):
     here, _ = two_ranks
     start = "sketch start" if "sketch" in run else "start"
@@ -222,7 +224,7 @@ def test_what_is_fitted_or_drawn_leaves_training_as_it_came(two_ranks, run):
         assert torch.equal(found[name], start[name]) == (name in fixed), name
 
 
-@pytest.mark.parametrize("zero", [0, 2])
+@pytest.mark.parametrize("zero", ZERO["deepspeed"])
 def test_a_resumed_run_is_bit_for_bit_the_run_that_never_stopped(two_ranks, zero):
     here, said = two_ranks
     assert f"resumed from {here / f'half-{zero}'}/checkpoints/step-00000002, step 2" in said
