@@ -65,6 +65,17 @@ def test_saturated_gates_lose_no_more_than_a_factor_of_e_to_the_minus_10(
         close(name, ours[name], gold[name], 1e-4)
 
 
+def test_a_gate_between_closed_ones_reads_across_blocks(device, monkeypatch, short_segments):
+    """Between the anchors of such blocks lie 16 closed gates, e^-144: no float32."""
+    monkeypatch.setattr(triton_op, "tiled", lambda dtype: True)
+    tensors = inputs((1, 40, 2, 1, 16, 16, 4), "soft", device, torch.float32)
+    tensors[3][..., :2] = torch.where(torch.arange(40, device=device).view(-1, 1, 1) % 16 == 0, 0.0, -20.0)
+    gold = everything(gsa_reference, tensors, mass=True)
+    ours = everything(triton, in_dtype(tensors, torch.float32), mass=True)
+    for name in gold:
+        close(name, ours[name], gold[name], 1e-3)
+
+
 def test_the_gradient_of_a_saturated_gate_is_relatively_exact(device, monkeypatch, short_segments):
     """Tiny beside the others, so an error of the whole gradient would hide one of these entries."""
     monkeypatch.setattr(triton_op, "tiled", lambda dtype: True)

@@ -180,10 +180,15 @@ def _log_rows(log_ptr, row, end, step, m, m_ok):
 
 
 @triton.jit
-def _shifts(
-    near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG: tl.constexpr, M: tl.constexpr, DT: tl.constexpr
-):
-    """2^(n of the block at `first` - n of its own block) of each token, 0 after that block or below 2^-28."""
+def _shifted(
+    x, near_ptr, mark_ptr, first, b, step, slots, m, m_ok,
+    SEG: tl.constexpr, M: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """x [SEG, M] of each token times 2^(n of the block at `first` - n of its own block); 0 after that block
+    or where the factor of its column would be below 2^-28 at the block's first token.
+
+    By halves: closed gates in both blocks put 2^-208 between two anchors, and 2^208 into x.
+    """
     c = tl.arange(0, SEG // 16)[:, None, None]
     own = first // 16
     mark_ptr += m[None, None, :]
@@ -191,12 +196,15 @@ def _shifts(
     n = tl.load(mark_ptr + c * (2 * slots), mask=ok & (c * 16 < b), other=0.0)
     here = tl.load(mark_ptr + own * (2 * slots), mask=ok, other=0.0)
     start = tl.load(mark_ptr + (own * 2 + 1) * slots, mask=ok, other=0.0)
-    shift = _exp2(tl.minimum(here - n, 0.0), DT)
+    shift = tl.minimum(here - n, 0.0)
+    half = tl.floor(shift * 0.5)
     past = _exp2(28.0 + start - n, DT)
     most = tl.where(c < own, past, tl.where(c == own, float("inf"), 0.0))
     t = c * 16 + tl.arange(0, 16)[None, :, None]
     near = tl.load(near_ptr + t * step + m[None, None, :], mask=ok & (t < b), other=0.0)
-    return tl.reshape(tl.where(near < most, shift, 0.0), (SEG, M))
+    kept = tl.where(near < most, _exp2(half, DT), 0.0)
+    x = tl.reshape(x, (SEG // 16, 16, M)) * kept * _exp2(shift - half, DT)
+    return tl.reshape(x, (SEG, M))
 
 
 @triton.jit
@@ -291,7 +299,10 @@ def _project(
         for head in range(0, G):
             y = _tile(x_ptr + head * X, t, b, H * G * X, x, X)
             w = _tile(w_ptr + head * slots, t, b, H * G * slots, m, slots).to(tl.float32) * decay
-            S += _dot(tl.trans(y), w, DT)
+            high = _high(w, DT)  # w was rounded already: once more would be the largest error of dK0
+            S += _dot(tl.trans(y), high, DT)
+            if not DT.is_fp32():
+                S += _dot(tl.trans(y), w - high, DT)
     spot = pid * X * slots + x[:, None] * slots + m[None, :]
     tl.store(out_ptr + spot, S, mask=(x < X)[:, None] & m_ok[None, :])
 
@@ -337,7 +348,7 @@ def _forward(
         i = first + r // GR
         causal = i[:, None] >= t[None, :]
         col = _log_rows(col_ptr + at_g, t, b, step, m, m_ok)
-        col *= _shifts(near_ptr + at_g, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+        col = _shifted(col, near_ptr + at_g, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
         sums = _log_rows(sums_ptr + at_g, first + tl.arange(0, 16), b, step, m, m_ok)
         z1, iz1 = _mass(kept[None, :] + sums, DT)
         near = _rows(_log_rows(near_ptr + at_g, first + tl.arange(0, 16), b, step, m, m_ok), GR, M)
@@ -405,7 +416,7 @@ def _weights_grad(
     paired = tl.zeros((16, M), tl.float32)
     drift = tl.zeros((16, M), tl.float32)
     col = _log_rows(col_ptr + at_g, t, b, step, m, m_ok)
-    col *= _shifts(near_ptr + at_g, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+    col = _shifted(col, near_ptr + at_g, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
     near = _rows(_log_rows(near_ptr + at_g, own, b, step, m, m_ok), GR, M)
     for some in range(0, G, GR):
         row = _query_rows(some + r % GR, i, b, G, H)
@@ -478,7 +489,7 @@ def _queries_grad(
     walk = tl.zeros((16, M), tl.float32)
     paired = tl.zeros((16, M), tl.float32)
     col = _log_rows(col_ptr + at_g, t, b, step, m, m_ok)
-    col *= _shifts(near_ptr + at_g, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+    col = _shifted(col, near_ptr + at_g, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
     near = _rows(_log_rows(near_ptr + at_g, own, b, step, m, m_ok), GR, M)
     for some in range(0, G, GR):
         row = _query_rows(some + r % GR, i, b, G, H)
@@ -555,7 +566,7 @@ def _pairs_grad(
             P = _cut(_tile(p_ptr, row, b * (H * G), slots, m, slots).to(tl.float32) * near, DT)
             dB = tl.where(reads, _dot(v, tl.trans(do), DT), 0.0)
             dcol += _fine_dot(dB, P, DT)
-        sums += dcol * _shifts(near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+        sums += _shifted(dcol, near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
     later = t[:, None] <= t[None, :]
     spot = (a * H + h) * slots + t[:, None] * step + m[None, :]
     ok = (t < b)[:, None] & m_ok[None, :]
@@ -614,7 +625,7 @@ def _dx(
     dx = _dot(w, tl.trans(dS), DT)
     for first in range(0, b, 16):
         col = _log_rows(col_ptr, t, b, step, m, m_ok)
-        col *= _shifts(near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+        col = _shifted(col, near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
         i = first + r // GR
         near = _log_rows(near_ptr, i, b, step, m, m_ok)
         for some in range(0, G, GR):
