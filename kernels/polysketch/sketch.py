@@ -53,11 +53,14 @@ def features(x: torch.Tensor, *, weighted: bool = False) -> torch.Tensor:
     return (left.unsqueeze(-1) * tiles.index_select(-2, b).unsqueeze(-2)).flatten(-3)
 
 
+@functools.lru_cache(maxsize=64)
 def squared_norms(r: int, device: torch.device) -> torch.Tensor:
-    """Bool [num_features(r)]: the features x_i x_i, whose sum is the squared norm of x."""
+    """Where the features x_i x_i are, whose sum is the squared norm of x: [r] int64."""
     t = math.gcd(r, TILE)
-    a, b = _pairs(r // t, device)
-    return ((a == b)[:, None, None] & torch.eye(t, dtype=torch.bool, device=device)).flatten()
+    with torch.inference_mode(False):
+        a, b = torch.triu_indices(r // t, r // t)
+        squares = (a == b)[:, None, None] & torch.eye(t, dtype=torch.bool)
+        return squares.flatten().nonzero().squeeze(1).to(device)
 
 
 def append(x: torch.Tensor, value: torch.Tensor | float) -> torch.Tensor:
