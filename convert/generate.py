@@ -363,7 +363,7 @@ def generate_text(
     text = prompt
     if chat:
         turn = [{"role": "user", "content": prompt}]
-        text = words.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+        text = str(words.apply_chat_template(turn, tokenize=False, add_generation_prompt=True))
     ids = words(text, return_tensors="pt", add_special_tokens=not chat).input_ids
     if not ids.numel():
         raise ValueError(f"--prompt {prompt!r} has no tokens; give a text")
@@ -388,7 +388,7 @@ def generate_text(
         f"{ids.shape[1]} tokens read, the first new one after {stamps[0] - started:.2f} s; {n} written, "
         f"{1e3 * each:.1f} ms each; memory of all of them: {held / 2**20:.1f} MiB"
     )
-    return words.decode(found.tokens[0], skip_special_tokens=True)
+    return str(words.decode(found.tokens[0], skip_special_tokens=True))
 
 
 class _Timed(TextStreamer):
