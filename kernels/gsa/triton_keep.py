@@ -343,7 +343,7 @@ _compiled = Compiled()
 def choose_slots_triton(
     importance, decay, slots, sinks, recent, real, seen, state: Keep | None, cu_seqlens, keep_state, near=0
 ) -> tuple[torch.Tensor, Keep | None]:
-    """See keep.choose_slots; near 0: token by token, NEAR: in blocks, which has not passed its check on a GPU."""
+    """See keep.choose_slots; near 0: token by token; NEAR: in blocks, not yet proven on a GPU."""
     B, T, H = importance.shape
     N, S = B if cu_seqlens is None else len(cu_seqlens) - 1, sum(slots)
     write = importance.new_empty((B, T, H), dtype=torch.int64)
