@@ -259,24 +259,24 @@ def fenced(monkeypatch):
     monkeypatch.setattr(builder, "create_masked_store", fenced_store)
 
 
-FENCED = {  # pairs in factors, tokens, documents
-    "one token": (True, 1, None),
-    "a block and a token": (True, 17, None),
-    "a segment and a token": (True, 129, None),
-    "documents": (True, 61, [0, 1, 34, 34, 61]),
-    "documents, exact pairs": (False, 18, [0, 1, 1, 18]),
+FENCED = {  # pairs in factors, tokens, query heads, key and value heads, D, E, slots; documents
+    "one token": (True, (1, 4, 1, 20, 24, 12), None),
+    "a block and a token": (True, (17, 4, 1, 20, 24, 12), None),
+    "a segment and a token": (True, (129, 4, 1, 20, 24, 12), None),
+    "few slots, a head of its own for each query": (True, (17, 2, 2, 64, 64, 16), None),
+    "documents": (True, (61, 4, 1, 20, 24, 12), [0, 1, 34, 34, 61]),
+    "documents, exact pairs": (False, (18, 1, 1, 20, 24, 12), [0, 1, 1, 18]),  # slow, the same for each head
 }
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="compute-sanitizer's work on a GPU")
-@pytest.mark.parametrize(("factored", "T", "cuts"), FENCED.values(), ids=FENCED)
-def test_kernels_touch_no_byte_outside_their_tensors(factored, T, cuts, device, monkeypatch, fenced):
+@pytest.mark.parametrize(("factored", "shape", "cuts"), FENCED.values(), ids=FENCED)
+def test_kernels_touch_no_byte_outside_their_tensors(factored, shape, cuts, device, monkeypatch, fenced):
     monkeypatch.setattr(triton_op, "tiled", lambda dtype: factored)
-    HQ = 4 if factored else 1  # the interpreter is slow, and exact pairs are the same for each head
-    tensors = in_dtype(inputs((1, T, HQ, 1, 20, 24, 12), "soft", device, torch.float32), torch.float32)
+    tensors = in_dtype(inputs((1, *shape), "soft", device, torch.float32), torch.float32)
     cu = None if cuts is None else torch.tensor(cuts)
     found = everything(triton, tensors, mass=True, cu_seqlens=cu)
-    if T == 1:
+    if shape[0] == 1:
         after = triton(*tensors, mass=True, state=GSAState(*(found[name] for name in ("K", "V", "log_kept"))))
         found = {"o": after[0]} | found
     assert all(x.isfinite().all() for x in found.values())

@@ -53,6 +53,10 @@ HEADS = {"forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}  # heads
 WARPS = {"project": 4, "forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}  # above 64 slots twice
 STAGES = {"project": 2, "forward": 1, "weights": 1, "queries": 1, "pairs": 1, "dx": 1}  # of loads in loops
 REGISTERS: dict[str, int] = {}  # most registers of a thread, where not all there are
+# Smaller calls are padded: _dx of 16 slots and one head died of an illegal access on an H200 (Triton 3.6),
+# though no address in its PTX lies outside its tensors.
+LEAST_SLOTS = 64
+LEAST_HEADS = {"dx": 4}  # elsewhere 2
 
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -641,7 +645,12 @@ def _dx(
 def _kind(plan: _Plan) -> dict:
     """Constants of every kernel that makes products; DT is that of their operands."""
     operands = tl.bfloat16 if plan.dot == torch.bfloat16 else tl.float32
-    return plan.kind() | {"G": plan.group, "DT": operands}
+    return plan.kind() | {"M": _width(plan), "G": plan.group, "DT": operands}
+
+
+def _width(plan: _Plan) -> int:
+    """Slots in a product."""
+    return max(LEAST_SLOTS, _pad(plan.M))
 
 
 def _options(plan: _Plan, kernel: str) -> dict:
@@ -650,8 +659,9 @@ def _options(plan: _Plan, kernel: str) -> dict:
 
 
 def _tiles(plan: _Plan, kernel: str) -> dict:
-    fit = 512 // _pad(plan.M)  # more slots, fewer rows, or registers run out
-    heads = max(1, min(HEADS[kernel], fit, triton.next_power_of_2(plan.group)))
+    fit = 512 // _width(plan)  # more slots, fewer rows, or registers run out
+    group = max(LEAST_HEADS.get(kernel, 2), triton.next_power_of_2(plan.group))
+    heads = max(1, min(HEADS[kernel], fit, group))
     return {"GR": heads, **_options(plan, kernel)}
 
 
@@ -671,7 +681,7 @@ def _summed(plan: _Plan, g):
     """What _gates leaves: sums [B, T, H, M]; near, col and mark; total [segments, H, 1, M]."""
     sums, near, col = (torch.empty_like(g) for _ in range(3))
     mark = g.new_empty(plan.segments, plan.H, plan.segment // 16, 2, plan.M)
-    total, M = g.new_empty(plan.segments, plan.H, 1, plan.M), _pad(plan.M)
+    total, M = g.new_empty(plan.segments, plan.H, 1, plan.M), _width(plan)
     _gates[(plan.segments * plan.H,)](
         g, sums, near, col, mark, total, plan.starts, plan.stops, plan.T, plan.H, plan.M,
         SEG=plan.segment, M=M, DT=_kind(plan)["DT"], PACKED=plan.packed, num_warps=max(1, M // 32),
