@@ -26,8 +26,16 @@ import torch
 
 from unsoftmax.convert.load import load, named_device, named_dtype
 from unsoftmax.convert.load import tokenizer as load_tokenizer
-from unsoftmax.eval.heldout import PROBE, PYTHON_DOCS, check_fit, held_out_rows, measure_rows
+from unsoftmax.eval.heldout import (
+    PROBE,
+    PYTHON_DOCS,
+    check_fit,
+    filler_tokens,
+    held_out_rows,
+    measure_rows,
+)
 from unsoftmax.eval.localdata import MissingData, local_datasets
+from unsoftmax.eval.planted import planted_tasks
 from unsoftmax.eval.results import assemble, number, versions, write_results
 from unsoftmax.eval.suites import Suite, Task, missing_data, named_suite
 
@@ -219,12 +227,26 @@ def _score_model(
         rows = held_out_rows(settings.text, tokenizer, settings.suite, settings.limit)
         say(f"held-out text {settings.text}: {rows.shape[0]} rows of {rows.shape[1]:,} tokens")
         scored["text"] = measure_rows(model, rows, batch_size=settings.batch_size, progress=_to_stderr)
+    if settings.suite.planted:
+        scored["tasks"] |= _score_planted(model, tokenizer, settings, not_run, say)
     if settings.suite.tasks:
         with local_datasets(settings.data) as read_files, _quiet_lm_eval():
-            scored["tasks"] = _score_tasks(model, tokenizer, scored["hash"], settings, not_run, say)
+            scored["tasks"] |= _score_tasks(model, tokenizer, scored["hash"], settings, not_run, say)
         scored["data"] = dict(sorted(read_files.items()))
     scored["seconds"] = round(time.time() - started, 1)
     return scored
+
+
+def _score_planted(
+    model: Any, tokenizer: Any, settings: _Settings, not_run: dict[str, str], say: Say
+) -> dict[str, Any]:
+    suite, reach = settings.suite, model.config.max_position_embeddings
+    lengths = [length for length in suite.planted if length <= reach]
+    for length in sorted(set(suite.planted) - set(lengths)):
+        name = f"planted facts in {length:,} tokens"
+        not_run[name] = f"{name}: max_position_embeddings of config.json is {reach:,}"
+    filler = filler_tokens(settings.text, tokenizer, max(lengths, default=0))
+    return planted_tasks(model, tokenizer, filler, lengths, suite.planted_rows, settings.limit, not_run, say)
 
 
 def _to_stderr(line: str) -> None:

@@ -29,16 +29,20 @@ def held_out_rows(text: str, tokenizer: Any, suite: Suite, limit: int | None = N
     Raises ValueError if the text does not fill one row.
     """
     count = suite.rows if limit is None else min(limit, suite.rows)
-    needed = None if suite.spaced else count * suite.row_tokens
-    # A text that is named for scoring is held out as a whole; Python's own text is also trained on.
-    apart = True if text == PYTHON_DOCS else None
-    ids = token_ids(tokenizer, documents(text, held_out=apart), limit=needed)
+    ids = filler_tokens(text, tokenizer, None if suite.spaced else count * suite.row_tokens)
     if len(ids) < suite.row_tokens:
         raise ValueError(
             f"--text {text} has {len(ids):,} tokens to score, fewer than one row of "
             f"{suite.row_tokens:,}; give a longer text"
         )
     return token_rows(ids, suite.row_tokens, count, spaced=suite.spaced)
+
+
+def filler_tokens(text: str, tokenizer: Any, tokens: int | None) -> list[int]:
+    """The first so many held-out tokens of a text, or as many as there are; None: all."""
+    # A text that is named for scoring is held out as a whole; Python's own text is also trained on.
+    apart = True if text == PYTHON_DOCS else None
+    return token_ids(tokenizer, documents(text, held_out=apart), limit=tokens)
 
 
 def measure_rows(

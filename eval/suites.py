@@ -37,6 +37,8 @@ class Suite:
     rows: int = 96
     row_tokens: int = 2_048
     spaced: bool = False
+    planted: tuple[int, ...] = ()
+    planted_rows: int = 32
 
 
 SUITES: dict[str, Suite] = {
@@ -70,6 +72,7 @@ SUITES: dict[str, Suite] = {
                 Task("swde", 0, "hazyresearch/based-swde-v2", optional=True),
                 Task("squad_completion", 0, "hazyresearch/based-squad", optional=True),
             ),
+            planted=(256, 512, 1024, 2048, 4096),
         ),
         Suite(
             "long",
@@ -81,6 +84,7 @@ SUITES: dict[str, Suite] = {
             ),
             rows=12,
             row_tokens=16_384,
+            planted=(4096, 8192, 16_384),
         ),
         Suite("text"),
     )

@@ -192,7 +192,7 @@ def test_the_recall_suite_runs_on_local_files(models_at, tmp_path):
             tmp_path / name / "validation.parquet",
             [{**passage, "text": "Name: Ann. Name:", "value": "Ann"}] * 2,
         )
-    suite = dataclasses.replace(SUITES["recall"], rows=0)
+    suite = dataclasses.replace(SUITES["recall"], rows=0, planted=())
     result = evaluate(
         models_at["student"],
         suite=suite,
