@@ -5,8 +5,8 @@
 Every run has the same data, order, tokens, optimizer and schedule (32 rows of 1,024 tokens a step,
 AdamW 2e-4, new parameters 2e-3, 20 steps of warm-up, linear to 0.3 at step 250; rows are plain text
 with ends of text marked). Each is scored before and after training on the first 96 rows of 2,048
-held-out tokens, and before training also on 12 rows of 640 spaced evenly. Prints a table, and writes
-DIR/conversion.json.
+held-out tokens, before training also on 12 rows of 640 spaced evenly, and on facts planted in that text
+(eval/planted.py). Prints a table, and writes DIR/conversion.json.
 """
 
 from __future__ import annotations
@@ -24,10 +24,12 @@ import torch
 from unsoftmax.convert.checkpoint import convert_checkpoint
 from unsoftmax.convert.load import load, tokenizer
 from unsoftmax.convert.measure import SETTINGS, measure, token_ids, token_rows
+from unsoftmax.eval.planted import planted_tasks
 from unsoftmax.recipes.schema import load_recipe
 from unsoftmax.recipes.text import documents
 
 STEPS, ROWS, CONTEXT = 250, 32, 1024
+PLANTED, PLANTED_ROWS = (256, 512, 1024, 2048), 32
 RECIPE = "smollm2-135m-gsa"
 KEPT = "mixer={name: gsa, num_slots: %d, sinks: 4, recent: %d}"
 EVEN = "calibration.sharing_tokens=0"
@@ -35,22 +37,25 @@ RUNS: dict[str, tuple[str, ...]] = {
     "softmax": ("mixer={name: softmax}",),
     "window": ("mixer={name: window, window: 60, sinks: 4}",),
     "ring": ("mixer={name: gsa, num_slots: 64, sinks: 4}",),
-    "even": (KEPT % (64, 16), EVEN),
-    "dealt": (KEPT % (64, 16),),
-    "dealt-recent-8": (KEPT % (64, 8),),
-    "even128": (KEPT % (128, 16), EVEN),
-    "dealt128": (KEPT % (128, 16),),
-    "dealt256": (KEPT % (256, 16),),
-    "dealt-hybrid": (KEPT % (64, 16), "softmax_layers=[3, 7, 11, 15, 19, 23, 27]"),
+    "even": (KEPT % (64, 8), EVEN),
+    "dealt": (KEPT % (64, 8),),
+    "dealt-recent-4": (KEPT % (64, 4),),
+    "dealt-recent-16": (KEPT % (64, 16),),
+    "even128": (KEPT % (128, 8), EVEN),
+    "dealt128": (KEPT % (128, 8),),
+    "dealt256": (KEPT % (256, 8),),
+    "dealt-hybrid": (KEPT % (64, 8), "softmax_layers=[3, 7, 11, 15, 19, 23, 27]"),
     "paper": ("mixer={name: gsa, start: paper, num_slots: 64}",),
     "polysketch": ("mixer={name: polysketch, local: power, block: 256}",),
     "polysketch-softmax": ("mixer={name: polysketch, local: softmax, window: 64, sinks: 4}",),
 }
 
 
-def overrides_of(name: str, train: str, valid: str, calibration_tokens: int) -> tuple[str, ...]:
+def overrides_of(name: str, train: str, valid: str, calibration_tokens: int, seed: int) -> tuple[str, ...]:
     """The recipe keys of one run: the shared setting, and what RUNS says of it."""
     return (
+        f"train.seed={seed}",
+        f"calibration.seed={seed}",
         f"calibration.text={train}",
         f"calibration.tokens={calibration_tokens}",
         f"data.sources.0.text={train}",
@@ -68,6 +73,15 @@ def overrides_of(name: str, train: str, valid: str, calibration_tokens: int) -> 
     )
 
 
+def planted(folder: str, filler: list[int], device: str) -> dict[str, float]:
+    """Shares of planted facts found, in bfloat16."""
+    model = load(folder, device=device, dtype=torch.bfloat16)
+    told = planted_tasks(model, tokenizer(folder), filler, PLANTED, PLANTED_ROWS, None, {}, lambda line: None)
+    shares = {name: task["metrics"][0]["score"] for name, task in told.items()}
+    print("    " + ", ".join(f"{name} {share:.2f}" for name, share in shares.items()), flush=True)
+    return shares
+
+
 def score(folder: str, rows: torch.Tensor, device: str) -> dict:
     """Held-out measurement of a checkpoint, bfloat16 autocast over float32 weights."""
     model = load(folder, device=device)
@@ -78,7 +92,7 @@ def score(folder: str, rows: torch.Tensor, device: str) -> dict:
 
 def run(name: str, args: argparse.Namespace, rows: dict[str, torch.Tensor], device: str) -> dict:
     """Convert, score, train up to args.stop_after, score again."""
-    overrides = overrides_of(name, args.train, args.valid, args.calibration_tokens)
+    overrides = overrides_of(name, args.train, args.valid, args.calibration_tokens, args.seed)
     recipe = load_recipe(RECIPE, overrides)
     start, done = args.out / f"{name}-start", {"name": name, "recipe": recipe.to_dict()}
     clock = time.monotonic()
@@ -88,6 +102,8 @@ def run(name: str, args: argparse.Namespace, rows: dict[str, torch.Tensor], devi
         convert_checkpoint(args.source, start, recipe, verify=False, say=lambda text: None)
     done["convert_seconds"] = time.monotonic() - clock
     done["start"] = {key: score(str(start), part, device) for key, part in rows.items()}
+    filler = rows["2k"].flatten().tolist()
+    done["start_planted"] = planted(str(start), filler, device)
     if args.stop_after:
         clock = time.monotonic()
         folder, end = args.out / f"{name}-run", args.out / f"{name}-end"
@@ -97,6 +113,7 @@ def run(name: str, args: argparse.Namespace, rows: dict[str, torch.Tensor], devi
         done["train_seconds"] = time.monotonic() - clock
         _product("main", "export", str(folder), str(end))
         done["end"] = score(str(end), rows["2k"], device)
+        done["end_planted"] = planted(str(end), filler, device)
     return done
 
 
@@ -115,6 +132,7 @@ def main() -> None:
     p.add_argument("--out", type=Path, required=True)
     p.add_argument("--stop-after", type=int, default=125, metavar="STEP", help="0: score the starts only")
     p.add_argument("--calibration-tokens", type=int, default=30_720)
+    p.add_argument("--seed", type=int, default=0, help="of the order of the training text (default: 0)")
     args = p.parse_args()
     unknown = sorted(set(args.names) - set(RUNS))
     if unknown:
