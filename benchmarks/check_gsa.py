@@ -31,17 +31,13 @@ SHAPES = {  # HQ, H, D, E, M
     "wide": (4, 1, 128, 128, 128),
 }
 LENGTHS = [1, 15, 17, 64, 127, 129, 300]
-KERNELS = ("project", "forward", "weights", "queries", "pairs", "dx")
 TABLES = ("BLOCKS", "HEADS", "WARPS", "STAGES", "REGISTERS")
 SHIPPED = {name: dict(getattr(triton_tiles, name)) for name in TABLES}
 VARIANTS = [  # what differs from the cut as shipped; keep: whether forward leaves P for backward
     {},
+    {"STAGES": {"project": 2, "dx": 1}, "REGISTERS": {"project": None, "weights": None}},
+    {"WARPS": {"project": 8}, "REGISTERS": {"project": None}},
     {"keep": False},
-    {"BLOCKS": {"forward": 4}},
-    {"WARPS": dict.fromkeys(KERNELS, 8)},
-    {"HEADS": dict.fromkeys(KERNELS[1:], 2)},
-    {"REGISTERS": dict.fromkeys(KERNELS[1:], 168)},
-    {"STAGES": {"project": 3, "pairs": 2, "dx": 2}},
 ]
 PACKED = [0, 1, 34, 34, 170, 300]
 

@@ -218,6 +218,7 @@ def tiles() -> Iterator[Job]:
     singles = ("g", "gamma", "dgamma", "dg", "total", "walk", "drift", "sums", "paired")
     singles += ("near", "col", "mark")
     sizes = {"D": D, "E": D, "X": D, "slots": M, "DP": D, "EP": D, "XP": D, "BX": D, "MASS": True}
+    sizes["HOLD"] = ops.STAGES["dx"] > 1
     fixed = ops._kind(plan) | sizes | {"OUT": True, "KEEP": True, "BLOCKS": ops.BLOCKS["forward"]}
     fixed |= {"seg_start": None, "seg_end": None}
     forms = [("gates", None, {}), ("project", "project", {"WRITE": True, "G": 1})]
@@ -226,7 +227,8 @@ def tiles() -> Iterator[Job]:
     forms += [("dx", "dx", {})]
     for name, cut, more in forms:
         kernel = getattr(ops, f"_{name}")
-        options = ops._options(plan, cut) | {"maxnreg": most} if cut else {"num_warps": 2}
+        cap = {"maxnreg": most or ops.REGISTERS.get(cut)}
+        options = ops._options(plan, cut) | cap if cut else {"num_warps": 2}
         own = fixed | more | ({"GR": ops._tiles(plan, cut)["GR"]} if cut in ops.HEADS else {})
         own = {n: own[n] for n in kernel.arg_names if n in own}
         types = dict.fromkeys(kernel.arg_names, "*bf16") | {f"{x}_ptr": "*fp32" for x in singles}

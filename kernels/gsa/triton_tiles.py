@@ -51,8 +51,8 @@ CHUNK = 64
 BLOCKS = {"forward": 1}  # blocks of 16 tokens that a program reads one after another
 HEADS = {"forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}  # heads in a product: 64 rows
 WARPS = {"project": 4, "forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}  # above 64 slots twice
-STAGES = {"project": 2, "forward": 1, "weights": 1, "queries": 1, "pairs": 1, "dx": 1}  # of loads in loops
-REGISTERS: dict[str, int] = {}  # most registers of a thread, where not all there are
+STAGES = {"project": 3, "forward": 1, "weights": 1, "queries": 1, "pairs": 1, "dx": 2}  # of loads in loops
+REGISTERS: dict[str, int | None] = {"project": 168, "weights": 168}  # of a thread, so that three programs fit
 # Smaller calls are padded: _dx of 16 slots and one head died of an illegal access on an H200 (Triton 3.6),
 # though no address in its PTX lies outside its tensors.
 LEAST_SLOTS = 64
@@ -184,14 +184,14 @@ def _log_rows(log_ptr, row, end, step, m, m_ok):
 
 
 @triton.jit
-def _shifted(
-    x, near_ptr, mark_ptr, first, b, step, slots, m, m_ok,
-    SEG: tl.constexpr, M: tl.constexpr, DT: tl.constexpr,
-):  # fmt: skip
-    """x [SEG, M] of each token times 2^(n of the block at `first` - n of its own block); 0 after that block
-    or where the factor of its column would be below 2^-28 at the block's first token.
+def _shifts(
+    near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG: tl.constexpr, M: tl.constexpr, DT: tl.constexpr
+):
+    """2^(n of the block at `first` - n of its own block) of each token, 0 after that block or where its
+    column would be below 2^-28 at the block's first token. Tokens from b on are not looked at.
 
-    By halves: closed gates in both blocks put 2^-208 between two anchors, and 2^208 into x.
+    Two factors of it, [blocks, 16, M] and [blocks, 1, M]: closed gates in both blocks put 2^-208 between two
+    anchors, and 2^208 into what it multiplies.
     """
     c = tl.arange(0, SEG // 16)[:, None, None]
     own = first // 16
@@ -206,9 +206,20 @@ def _shifted(
     most = tl.where(c < own, past, tl.where(c == own, float("inf"), 0.0))
     t = c * 16 + tl.arange(0, 16)[None, :, None]
     near = tl.load(near_ptr + t * step + m[None, None, :], mask=ok & (t < b), other=0.0)
-    kept = tl.where(near < most, _exp2(half, DT), 0.0)
-    x = tl.reshape(x, (SEG // 16, 16, M)) * kept * _exp2(shift - half, DT)
-    return tl.reshape(x, (SEG, M))
+    return tl.where(near < most, _exp2(half, DT), 0.0), _exp2(shift - half, DT)
+
+
+@triton.jit
+def _columns(
+    col_ptr, near_ptr, mark_ptr, first, b, step, slots, m, m_ok,
+    SEG: tl.constexpr, M: tl.constexpr, DT: tl.constexpr,
+):  # fmt: skip
+    """Factors of columns [SEG, M] for the block at `first`."""
+    t = tl.arange(0, SEG // 16)[:, None, None] * 16 + tl.arange(0, 16)[None, :, None]
+    spot = t * step + m[None, None, :]
+    col = tl.load(col_ptr + spot, mask=m_ok[None, None, :] & (t < b), other=0.0)
+    some, rest = _shifts(near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+    return tl.reshape(col * some * rest, (SEG, M))
 
 
 @triton.jit
@@ -350,9 +361,11 @@ def _forward(
             v = _tile(v_ptr, t, stop, H * E, e, E)
     for first in range(begin, stop, 16):
         i = first + r // GR
+        end = tl.minimum(b, first + 16)
         causal = i[:, None] >= t[None, :]
-        col = _log_rows(col_ptr + at_g, t, b, step, m, m_ok)
-        col = _shifted(col, near_ptr + at_g, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+        col = _columns(
+            col_ptr + at_g, near_ptr + at_g, mark_ptr, first, end, step, slots, m, m_ok, SEG, M, DT
+        )
         sums = _log_rows(sums_ptr + at_g, first + tl.arange(0, 16), b, step, m, m_ok)
         z1, iz1 = _mass(kept[None, :] + sums, DT)
         near = _rows(_log_rows(near_ptr + at_g, first + tl.arange(0, 16), b, step, m, m_ok), GR, M)
@@ -419,8 +432,7 @@ def _weights_grad(
     walk = tl.zeros((16, M), tl.float32)
     paired = tl.zeros((16, M), tl.float32)
     drift = tl.zeros((16, M), tl.float32)
-    col = _log_rows(col_ptr + at_g, t, b, step, m, m_ok)
-    col = _shifted(col, near_ptr + at_g, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+    col = _columns(col_ptr + at_g, near_ptr + at_g, mark_ptr, first, end, step, slots, m, m_ok, SEG, M, DT)
     near = _rows(_log_rows(near_ptr + at_g, own, b, step, m, m_ok), GR, M)
     for some in range(0, G, GR):
         row = _query_rows(some + r % GR, i, b, G, H)
@@ -492,8 +504,7 @@ def _queries_grad(
     causal = i[:, None] >= t[None, :]
     walk = tl.zeros((16, M), tl.float32)
     paired = tl.zeros((16, M), tl.float32)
-    col = _log_rows(col_ptr + at_g, t, b, step, m, m_ok)
-    col = _shifted(col, near_ptr + at_g, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+    col = _columns(col_ptr + at_g, near_ptr + at_g, mark_ptr, first, end, step, slots, m, m_ok, SEG, M, DT)
     near = _rows(_log_rows(near_ptr + at_g, own, b, step, m, m_ok), GR, M)
     for some in range(0, G, GR):
         row = _query_rows(some + r % GR, i, b, G, H)
@@ -570,7 +581,10 @@ def _pairs_grad(
             P = _cut(_tile(p_ptr, row, b * (H * G), slots, m, slots).to(tl.float32) * near, DT)
             dB = tl.where(reads, _dot(v, tl.trans(do), DT), 0.0)
             dcol += _fine_dot(dB, P, DT)
-        sums += _shifted(dcol, near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+        end = tl.minimum(b, first + 16)
+        some, rest = _shifts(near_ptr, mark_ptr, first, end, step, slots, m, m_ok, SEG, M, DT)
+        dcol = tl.reshape(dcol, (SEG // 16, 16, M))
+        sums += tl.reshape(dcol * some * rest, (SEG, M))
     later = t[:, None] <= t[None, :]
     spot = (a * H + h) * slots + t[:, None] * step + m[None, :]
     ok = (t < b)[:, None] & m_ok[None, :]
@@ -590,12 +604,13 @@ def _dx(
     x_ptr, y_ptr, w_ptr, g_ptr, sums_ptr, near_ptr, col_ptr, mark_ptr, s0_ptr, ds1_ptr, dx_ptr, dg_ptr,
     seg_start, seg_end, T, H, X, slots,
     G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, XP: tl.constexpr, M: tl.constexpr,
-    DT: tl.constexpr, PACKED: tl.constexpr,
+    DT: tl.constexpr, PACKED: tl.constexpr, HOLD: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H). dx = B^T y + W dS^T: of x = k from y = q, W = scale dU, or of v from do and P; and
     what of dlog_gate goes by x to the slots after the segment, added to dg.
 
-    Slots s0 before the segment and gradients ds1 of those after it.
+    Slots s0 before the segment and gradients ds1 of those after it. HOLD: col and near stay in registers;
+    else a block loads what it needs, which would lie in shared memory twice where loads run ahead.
     """
     pid = tl.program_id(0).to(tl.int64)
     seg, h = pid // H, pid % H
@@ -615,21 +630,22 @@ def _dx(
     last = _log_rows(sums_ptr, b - 1 + tl.arange(0, 1), b, step, m, m_ok)
     kept_on = tl.sum(S0.to(tl.float32) * dS.to(tl.float32), 0)[None, :] * tl.exp(last)
     x = _tile(x_ptr + (a * H + h) * X, t, b, H * X, f, X)
-    reach = _dot(x, dS, DT) * _left(sums_ptr, _log_rows(sums_ptr, t, b, step, m, m_ok), b, step, m, m_ok, DT)
+    reach = _dot(x, dS, DT)
+    sums = _log_rows(sums_ptr, t, b, step, m, m_ok)
     g = _log_rows(g_ptr, t, b, step, m, m_ok)
-    dg = kept_on - _exp2(g * LOG2E, DT) * reach
-    dg += _summed_by(t[:, None] > t[None, :], _written(g, DT) * reach, DT)
+    left = _exp2(tl.minimum(last - sums, 0.0) * LOG2E, DT)
+    w = _written(g, DT) * left
+    dg = kept_on - _exp2(g * LOG2E, DT) * left * reach
+    dg += _summed_by(t[:, None] > t[None, :], w * reach, DT)
     spot = (a * H + h) * slots + t[:, None] * step + m[None, :]
     ok = (t < b)[:, None] & m_ok[None, :]
     dg += tl.load(dg_ptr + spot, mask=ok, other=0.0)
     tl.debug_barrier()  # a thread may store what another loads
     tl.store(dg_ptr + spot, dg, mask=ok)
-    sums = _log_rows(sums_ptr, t, b, step, m, m_ok)
-    w = _written(_log_rows(g_ptr, t, b, step, m, m_ok), DT) * _left(sums_ptr, sums, b, step, m, m_ok, DT)
     dx = _dot(w, tl.trans(dS), DT)
     for first in range(0, b, 16):
-        col = _log_rows(col_ptr, t, b, step, m, m_ok)
-        col = _shifted(col, near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
+        end = b if HOLD else tl.minimum(b, first + 16)
+        col = _columns(col_ptr, near_ptr, mark_ptr, first, end, step, slots, m, m_ok, SEG, M, DT)
         i = first + r // GR
         near = _log_rows(near_ptr, i, b, step, m, m_ok)
         for some in range(0, G, GR):
@@ -654,8 +670,12 @@ def _width(plan: _Plan) -> int:
 
 
 def _options(plan: _Plan, kernel: str) -> dict:
-    warps = WARPS[kernel] * (2 if plan.M > 64 else 1)
-    return {"num_warps": warps, "num_stages": STAGES[kernel], "maxnreg": REGISTERS.get(kernel, registers())}
+    large = plan.M > 64 or max(plan.D, plan.E) > 128  # then one tile takes all that there is
+    return {
+        "num_warps": WARPS[kernel] * (2 if plan.M > 64 else 1),
+        "num_stages": min(STAGES[kernel], 2 if kernel == "project" else 1) if large else STAGES[kernel],
+        "maxnreg": registers() or (None if large else REGISTERS.get(kernel)),
+    }
 
 
 def _tiles(plan: _Plan, kernel: str) -> dict:
@@ -767,7 +787,7 @@ def backward(
         first = _run_scan(plan, dS, total, after, X, reverse=True, decay=True)
         _dx[grid](
             x, y, W, g, sums, *factors, S0, dS, dx, dg, *where, *sizes, X, plan.M,
-            XP=_pad(X), **kind, **_tiles(plan, "dx"),
+            XP=_pad(X), HOLD=_options(plan, "dx")["num_stages"] > 1, **kind, **_tiles(plan, "dx"),
         )  # fmt: skip
         return dx, first
 
