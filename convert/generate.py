@@ -30,7 +30,7 @@ from transformers.generation.streamers import BaseStreamer
 from unsoftmax.convert.cache import StateCache, StateLayer, map_state
 from unsoftmax.convert.load import load, named_device, named_dtype
 from unsoftmax.convert.load import tokenizer as load_tokenizer
-from unsoftmax.convert.model import CACHE, ConvertedForCausalLM
+from unsoftmax.convert.model import ConvertedForCausalLM
 
 PIECE = 8192  # tokens of a prompt at once
 LOOK_EVERY = 16  # steps between two looks at whether every row has ended, where nobody reads along
@@ -83,8 +83,8 @@ def generate(
         streamer: gets each step's tokens [B] as they come, not the prompt.
         piece: tokens of the prompt at once.
         graph: replay steps as a CUDA graph; None: wherever it can be done.
-        fuse: compile the graph's small operations into few, which takes seconds once and then saves a third
-            of a small step; None: for FUSE_FROM tokens or more. Rounds differently.
+        fuse: compile the graph's small operations into few, which takes seconds once and then saves about a
+            tenth of a small step; None: for FUSE_FROM tokens or more. Rounds differently.
 
     Raises:
         ValueError: values out of range, a model that is not converted, or graph=True where there can be none.
@@ -163,7 +163,7 @@ class _Steps:
 
     def _step(self) -> None:
         """One step as it is written, for any cache."""
-        out = self.model(self.token[:, None], self.real[:, None], **{CACHE: self.cache}, use_cache=True)
+        out = self.model(self.token[:, None], self.real[:, None], cache=self.cache, use_cache=True)
         self._next(out.logits[:, -1])
 
     def _next(self, logits: torch.Tensor) -> None:
@@ -203,7 +203,7 @@ class _Steps:
 
     def _mix(self) -> torch.Tensor:
         """Logits [B, V] after the token, every row's taken as real."""
-        out = self.model(self.token[:, None], **{CACHE: self.cache}, use_cache=True)
+        out = self.model(self.token[:, None], cache=self.cache, use_cache=True)
         return out.logits[:, -1]
 
     def _shapes(self) -> list:
@@ -253,7 +253,7 @@ def _read(model, ids, mask, cache: StateCache, piece: int) -> torch.Tensor:
     for part in range(0, ids.shape[1], piece):
         here = slice(part, part + piece)
         seen = None if mask is None else mask[:, here]
-        out = model(ids[:, here], seen, **{CACHE: cache}, use_cache=True, logits_to_keep=1)
+        out = model(ids[:, here], seen, cache=cache, use_cache=True, logits_to_keep=1)
     return out.logits[:, -1]
 
 
