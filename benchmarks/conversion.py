@@ -29,9 +29,11 @@ from unsoftmax.recipes.schema import load_recipe
 from unsoftmax.recipes.text import documents
 
 STEPS, ROWS, CONTEXT = 250, 32, 1024
+TOKENS, ALIGNED = STEPS * ROWS * CONTEXT, 16 * ROWS * CONTEXT
 PLANTED, PLANTED_ROWS = (256, 512, 1024, 2048), 32
 RECIPE = "smollm2-135m-gsa"
 KEPT = "mixer={name: gsa, num_slots: %d, sinks: 4, recent: %d}"
+ALIGN = f"{{loss: align, tokens: {ALIGNED}, warmup_steps: 2}}"
 EVEN = "calibration.sharing_tokens=0"
 RUNS: dict[str, tuple[str, ...]] = {
     "softmax": ("mixer={name: softmax}",),
@@ -46,6 +48,8 @@ RUNS: dict[str, tuple[str, ...]] = {
     "dealt256": (KEPT % (256, 8),),
     "dealt-hybrid": (KEPT % (64, 8), "softmax_layers=[3, 7, 11, 15, 19, 23, 27]"),
     "paper": ("mixer={name: gsa, start: paper, num_slots: 64}",),
+    "dealt-distil": (KEPT % (64, 8), f"stages=[{{loss: distil, tokens: {TOKENS}, teacher_weight: 0.5}}]"),
+    "dealt-align": (KEPT % (64, 8), f"stages=[{ALIGN}, {{loss: cross_entropy, tokens: {TOKENS - ALIGNED}}}]"),
     "polysketch": ("mixer={name: polysketch, local: power, block: 256}",),
     "polysketch-softmax": ("mixer={name: polysketch, local: softmax, window: 64, sinks: 4}",),
 }
@@ -63,7 +67,7 @@ def overrides_of(name: str, train: str, valid: str, calibration_tokens: int, see
         f"data.context_tokens={CONTEXT}",
         "data.pack=stream",
         f"train.batch_tokens={ROWS * CONTEXT}",
-        f"train.total_tokens={STEPS * ROWS * CONTEXT}",
+        f"train.total_tokens={TOKENS}",
         "train.micro_batch_sequences=16",
         "train.save_every_steps=100000",
         "train.eval_every_steps=0",

@@ -8,6 +8,7 @@ classes with AutoConfig, AutoModel and AutoModelForCausalLM.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -114,8 +115,29 @@ class ConvertedLayer(nn.Module):
         **kwargs: Any,
     ) -> torch.Tensor:
         """attention_mask is what softmax needs, token_mask [B, T] and cu_seqlens what mixers need."""
-        cache = past_key_values if cache is None else cache
-        x = self.input_layernorm(hidden_states)
+        y = self.mix(
+            self.input_layernorm(hidden_states),
+            position_embeddings=position_embeddings,
+            attention_mask=attention_mask,
+            token_mask=token_mask,
+            cu_seqlens=cu_seqlens,
+            cache=past_key_values if cache is None else cache,
+            **kwargs,
+        )
+        return self.after_mixing(hidden_states, y)
+
+    def mix(
+        self,
+        x: torch.Tensor,
+        *,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor],
+        attention_mask: torch.Tensor | None = None,
+        token_mask: torch.Tensor | None = None,
+        cu_seqlens: torch.Tensor | None = None,
+        cache: StateCache | None = None,
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """What attention makes of its normed input x [B, T, hidden], before it joins the residual stream."""
         if isinstance(self.self_attn, Mixer):
             kept: Any = None if cache is None else cache.layers[self.layer_idx]
             y, state = self.self_attn(
@@ -136,6 +158,10 @@ class ConvertedLayer(nn.Module):
                 **{CACHE: cache},
                 **kwargs,
             )
+        return y
+
+    def after_mixing(self, hidden_states: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """The residual stream after the layer, from that before it and the attention's y."""
         hidden_states = hidden_states + y
         return hidden_states + self.mlp(self.post_attention_layernorm(hidden_states))
 
@@ -227,27 +253,48 @@ class ConvertedModel(ConvertedWeights):
         mask = _mask_of_step(attention_mask, past, x)
         if position_ids is None:
             position_ids = self._positions(x, mask, cu_seqlens, cache, past)
-        softmax_mask = None
         if cache is not None:
             cache.count(mask, (x.shape[0], x.shape[1]), x.device)
-        if self.config.softmax_layers:
-            softmax_mask = self._softmax_mask(x, mask, cu_seqlens, position_ids, cache)
-
-        rotary = self.rotary_emb(x, position_ids=position_ids)
+        given = self._given(x, mask, cu_seqlens, position_ids, cache)
         for layer in self.layers:
-            x = layer(
-                x,
-                position_embeddings=rotary,
-                attention_mask=softmax_mask,
-                token_mask=mask,
-                cu_seqlens=cu_seqlens,
-                position_ids=position_ids,
-                use_cache=use_cache,
-                **{CACHE: cache},
-                **kwargs,
-            )
+            x = layer(x, use_cache=use_cache, **{CACHE: cache}, **given, **kwargs)
         kept: dict[str, Any] = {CACHE: cache if use_cache else None}
         return BaseModelOutputWithPast(last_hidden_state=self.norm(x), **kept)
+
+    def attention_calls(
+        self, input_ids: torch.Tensor, cu_seqlens: torch.Tensor | None = None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, Any]]]:
+        """Each layer's attention over tokens input_ids [B, T], as the model runs, one layer after another.
+
+        cu_seqlens: as in forward. Gives the normed input x and the output y, both [B, T, hidden], and what
+        else `mix` was called with: another model's layer.mix(x, **what) makes the same call.
+        """
+        x = self.embed_tokens(input_ids)
+        if cu_seqlens is not None:
+            _check_packed(x, None, None)
+            cu_seqlens = packed(cu_seqlens, x.shape[1], x.device)
+        given = self._given(x, None, cu_seqlens, self._positions(x, None, cu_seqlens, None, 0), None)
+        for layer in self._layers():
+            normed = layer.input_layernorm(x)
+            y = layer.mix(normed, **given)
+            yield normed, y, given
+            x = layer.after_mixing(x, y)
+
+    def _layers(self) -> Iterator[ConvertedLayer]:
+        for layer in self.layers:
+            assert isinstance(layer, ConvertedLayer)
+            yield layer
+
+    def _given(self, x, mask, cu_seqlens, position_ids, cache) -> dict[str, Any]:
+        """What every layer is called with beside its input and the cache."""
+        kept = self.config.softmax_layers
+        return {
+            "position_embeddings": self.rotary_emb(x, position_ids=position_ids),
+            "attention_mask": self._softmax_mask(x, mask, cu_seqlens, position_ids, cache) if kept else None,
+            "token_mask": mask,
+            "cu_seqlens": cu_seqlens,
+            "position_ids": position_ids,
+        }
 
     def _positions(self, x, mask, cu_seqlens, cache, past: int) -> torch.Tensor:
         if mask is None and cu_seqlens is None and (cache is None or cache.seen is None):

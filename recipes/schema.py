@@ -22,6 +22,7 @@ if typing.TYPE_CHECKING:
 
 FOLDER = Path(__file__).parent
 SOFTMAX = "softmax"  # the source's own attention, kept as it is
+Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
 
 def _need(ok: bool, key: str, value: object, must: str) -> None:
@@ -118,7 +119,7 @@ class Train:
     """Continual pretraining. Rates are AdamW's; everything in tokens counts all processes together."""
 
     total_tokens: int = 8_192_000
-    """Tokens of the whole run; rounded up to whole optimizer steps."""
+    """Tokens of the whole run; rounded up to whole optimizer steps. With stages: left out, or their sum."""
 
     batch_tokens: int = 32_768
     """Tokens an optimizer step, over all processes."""
@@ -138,7 +139,7 @@ class Train:
     warmup_steps: int = 20
     """Optimizer steps over which the rate rises from 0 to its peak."""
 
-    schedule: Literal["cosine", "linear", "wsd", "constant"] = "linear"
+    schedule: Schedule = "linear"
     """After warm-up: cosine or linear decay to min_lr_ratio; constant; wsd holds, then decays linearly."""
 
     decay_share: float = 0.2
@@ -211,6 +212,43 @@ class Train:
 
 
 @dataclasses.dataclass(frozen=True)
+class Stage:
+    """One of a run's stages: a loss, for so many tokens. A key left out has its value in `train`."""
+
+    loss: Literal["cross_entropy", "distil", "align"]
+    """cross_entropy: of the text. distil: the teacher's whole distribution too, on the same text. align: each
+    converted layer alone, held to what the teacher's attention makes of the teacher's own input there."""
+
+    tokens: int
+    """Tokens of the stage; rounded up to whole optimizer steps. The text goes on from stage to stage."""
+
+    peak_lr: float | None = None
+    """As train.peak_lr. The schedule runs anew in each stage, and so does AdamW."""
+
+    new_lr_scale: float | None = None
+    """As train.new_lr_scale."""
+
+    warmup_steps: int | None = None
+    """As train.warmup_steps."""
+
+    schedule: Schedule | None = None
+    """As train.schedule."""
+
+    min_lr_ratio: float | None = None
+    """As train.min_lr_ratio."""
+
+    train: Literal["all", "attention", "new"] | None = None
+    """What learns: all; attention: the projections and new parameters of converted layers; new: what the
+    mixers added. null: attention for align, else all."""
+
+    teacher_weight: float | None = None
+    """distil: share w of the loss (1 - w) cross-entropy + w KL(teacher || student). null: 0.5."""
+
+    temperature: float | None = None
+    """distil: divides both models' logits in the KL, which is then multiplied by its square. null: 1."""
+
+
+@dataclasses.dataclass(frozen=True)
 class Recipe:
     """One run: what is converted to what, and how it is trained."""
 
@@ -227,6 +265,13 @@ class Recipe:
     data: Data = Data()
     train: Train = Train()
 
+    stages: tuple[Stage, ...] = ()
+    """What the run does one after another; empty: cross-entropy on train.total_tokens."""
+
+    teacher: str | None = None
+    """The softmax checkpoint that distil and align learn from, a folder or a hub id. null: the one that the
+    start was converted from."""
+
     def __post_init__(self) -> None:
         _need(self.source != "", "source", "empty", "a hub id or a known name, such as smollm2-135m")
         for layer in self.softmax_layers:
@@ -234,6 +279,10 @@ class Recipe:
         twice = [n for n in self.softmax_layers if self.softmax_layers.count(n) > 1]
         _need(not twice, "softmax_layers", f"{list(self.softmax_layers)}", "a list that names a layer once")
         accumulation(self, 1)
+        if self.stages:
+            _check_stages(self)
+            return
+        _need(self.teacher is None, "teacher", self.teacher, TEACHER_UNREAD)
         _need(
             self.train.warmup_steps < max(total_steps(self), 1) or self.train.warmup_steps == 0,
             "train.warmup_steps",
@@ -243,10 +292,59 @@ class Recipe:
         )
 
     def to_dict(self) -> dict[str, Any]:
-        """Every key with its value, as plain YAML types; `parse_recipe` reads it back to an equal recipe."""
+        """Every key with its value, as plain YAML types; `parse_recipe` reads it back to an equal recipe.
+
+        A run without stages has neither that key nor teacher, so that runs from before there were any go on.
+        """
         plain = _plain(self)
         plain["mixer"] = mixer_entry(self.mixer)
+        if not self.stages:
+            del plain["stages"], plain["teacher"]
         return plain
+
+
+TEACHER_UNREAD = "left out: no stage has the loss distil or align"
+
+
+def _check_stages(recipe: Recipe) -> None:
+    total = sum(s.tokens for s in recipe.stages)
+    for n, (stage, plan) in enumerate(zip(recipe.stages, stage_plans(recipe), strict=True)):
+        _check_stage(f"stages.{n}", stage, plan, recipe.train.batch_tokens)
+    if not any(s.loss in TAUGHT for s in recipe.stages):
+        _need(recipe.teacher is None, "teacher", recipe.teacher, TEACHER_UNREAD)
+    _need(recipe.teacher != "", "teacher", "empty", "a folder or a hub id, or left out")
+    _need(
+        recipe.train.total_tokens == total,
+        "train.total_tokens",
+        recipe.train.total_tokens,
+        f"left out, or {total}: the sum of the stages' tokens",
+    )
+
+
+def _check_stage(key: str, stage: Stage, plan: StagePlan, batch_tokens: int) -> None:
+    checks: tuple[tuple[str, bool, str], ...] = (
+        ("tokens", plan.tokens >= 1, "at least 1"),
+        ("peak_lr", 0 < plan.peak_lr < 1, "above 0 and below 1, such as 3.0e-5"),
+        ("new_lr_scale", plan.new_lr_scale >= 0, "0 or more, such as 10.0"),
+        ("min_lr_ratio", 0 <= plan.min_lr_ratio <= 1, "from 0 to 1, such as 0.3"),
+        ("warmup_steps", plan.warmup_steps >= 0, "0 or more"),
+        ("teacher_weight", 0 <= plan.teacher_weight <= 1, "from 0 to 1, such as 0.5"),
+        ("temperature", plan.temperature > 0, "above 0, such as 1.0"),
+        ("train", (plan.loss, plan.train) != ("align", "all"), "attention or new: align reaches no more"),
+    )
+    for name, ok, must in checks:
+        _need(ok, f"{key}.{name}", getattr(stage, name), must)
+    for name in ("teacher_weight", "temperature"):
+        found = getattr(stage, name)
+        said = f"left out: the loss is {stage.loss}, not distil"
+        _need(stage.loss == "distil" or found is None, f"{key}.{name}", found, said)
+    _need(
+        plan.warmup_steps < plan.steps or plan.warmup_steps == 0,
+        f"{key}.warmup_steps",
+        f"{plan.warmup_steps}{' (from train)' if stage.warmup_steps is None else ''}",
+        f"below the stage's {plan.steps} steps (tokens {plan.tokens} / train.batch_tokens {batch_tokens}), "
+        f"such as {plan.steps // 10}",
+    )
 
 
 def _plain(value: Any) -> Any:
@@ -285,9 +383,56 @@ def pass_tokens(recipe: Recipe, world_size: int) -> int:
     return world_size * recipe.train.micro_batch_sequences * recipe.data.context_tokens
 
 
+TAUGHT = ("distil", "align")  # losses that need a teacher
+
+
+@dataclasses.dataclass(frozen=True)
+class StagePlan:
+    """A stage with what it takes from `train` filled in; its steps, counted from 0, are begin to end - 1.
+
+    number counts from 1. teacher_weight and temperature mean nothing unless loss is distil.
+    """
+
+    number: int
+    loss: str
+    tokens: int
+    begin: int
+    end: int
+    peak_lr: float
+    new_lr_scale: float
+    warmup_steps: int
+    schedule: str
+    min_lr_ratio: float
+    train: str
+    teacher_weight: float
+    temperature: float
+
+    @property
+    def steps(self) -> int:
+        return self.end - self.begin
+
+
+def stage_plans(recipe: Recipe) -> list[StagePlan]:
+    """What the run does one after another; one stage of cross-entropy where the recipe has no `stages`."""
+    t = recipe.train
+    found: list[StagePlan] = []
+    for number, stage in enumerate(recipe.stages or (Stage("cross_entropy", t.total_tokens),), 1):
+        begin = found[-1].end if found else 0
+        values = dataclasses.asdict(stage)
+        for name, value in values.items():
+            if value is None and hasattr(t, name):
+                values[name] = getattr(t, name)
+        values["train"] = stage.train or ("attention" if stage.loss == "align" else "all")
+        values["teacher_weight"] = 0.5 if stage.teacher_weight is None else stage.teacher_weight
+        values["temperature"] = 1.0 if stage.temperature is None else stage.temperature
+        end = begin + math.ceil(stage.tokens / t.batch_tokens)
+        found.append(StagePlan(number=number, begin=begin, end=end, **values))
+    return found
+
+
 def total_steps(recipe: Recipe) -> int:
     """Optimizer steps of the whole run."""
-    return math.ceil(recipe.train.total_tokens / recipe.train.batch_tokens)
+    return stage_plans(recipe)[-1].end
 
 
 def accumulation(recipe: Recipe, world_size: int) -> int:
@@ -458,7 +603,11 @@ def _build(cls: type, tree: Any, where: str) -> Any:
         required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
         if required and field.name not in tree:
             raise ValueError(f"{prefix}{field.name} is missing")
-    return cls(**{key: _value(hints[key], value, f"{prefix}{key}") for key, value in tree.items()})
+    values = {key: _value(hints[key], value, f"{prefix}{key}") for key, value in tree.items()}
+    if cls is Recipe and values.get("stages") and "total_tokens" not in (tree.get("train") or {}):
+        total = sum(stage.tokens for stage in values["stages"])
+        values["train"] = dataclasses.replace(values.get("train", Train()), total_tokens=max(1, total))
+    return cls(**values)
 
 
 def _build_mixer(tree: Mapping[str, Any], prefix: str) -> MixerChoice:
@@ -557,6 +706,8 @@ def _kind(value: Any) -> str:
 
 
 def _example(hint: Any) -> str:
+    if hint is Stage:
+        return "{loss: distil, tokens: 4096000}"
     return "0, 8" if hint is int else "..." if not dataclasses.is_dataclass(hint) else "{text: python-docs}"
 
 

@@ -38,11 +38,15 @@ FREE_KEYS = (  # keys that may change between two halves of a run: no weight dep
 
 
 class Resumed(NamedTuple):
-    """What a checkpoint gives back beside the weights: steps done, tokens seen, position in the data."""
+    """What a checkpoint gives back beside the weights: steps done, tokens seen, position in the data.
+
+    held_out: at the end of one of several stages, the held-out loss from which the next one continues.
+    """
 
     step: int
     tokens: int
     position: dict[str, Any]
+    held_out: float | None = None
 
 
 def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
@@ -107,6 +111,8 @@ def _publish(
         "recipe": recipe.to_dict(),
         "files": files,
     }
+    if resumed.held_out is not None:
+        body["held_out"] = resumed.held_out
     _write_text(writing / "manifest.json", json.dumps({"sha256": _digest(body), **body}, indent=1))
     if final.exists():
         shutil.rmtree(final)
@@ -226,25 +232,28 @@ def changed_keys(manifest: dict[str, Any], recipe: Recipe, world: int) -> list[s
     ]
 
 
-def resume(
-    engine: Engine, run: Path, recipe: Recipe, place: Place, say: Callable[[str], None]
-) -> Resumed | None:
-    """Load the newest whole checkpoint; every rank calls it. None if the run has none.
+def find(run: Path, recipe: Recipe, place: Place, say: Callable[[str], None]) -> Path | None:
+    """The newest whole checkpoint of a run; every rank calls it. None if the run has none.
 
     Raises:
         ValueError: it belongs to another recipe or number of processes, or every checkpoint is damaged.
     """
     folder = newest_whole(run, place, say)
-    if folder is None:
-        if steps_saved(run):
-            raise ValueError(f"{run}: every checkpoint is damaged; start anew in another folder")
-        return None
-    manifest = check_same_run(folder, recipe, place.world)
+    if folder is not None:
+        check_same_run(folder, recipe, place.world)
+    elif steps_saved(run):
+        raise ValueError(f"{run}: every checkpoint is damaged; start anew in another folder")
+    return folder
+
+
+def resume(engine: Engine, folder: Path, place: Place, say: Callable[[str], None]) -> Resumed:
+    """Load a checkpoint that `find` gave into the engine of its stage; every rank calls it."""
+    manifest = read_manifest(folder)
     engine.load(folder)
     _restore_generators(torch.load(folder / f"rank-{place.rank:05d}.pt", weights_only=True))
     position = torch.load(folder / "data.pt", weights_only=True)
     say(f"resumed from {folder}, step {manifest['step']}")
-    return Resumed(manifest["step"], manifest["tokens"], position)
+    return Resumed(manifest["step"], manifest["tokens"], position, manifest.get("held_out"))
 
 
 def check_same_run(folder: Path, recipe: Recipe, world: int) -> dict[str, Any]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import gc
 import io
 import math
 import os
 import random
 import socket
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -28,12 +29,12 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from unsoftmax.kernels.mixer import Mixer
-from unsoftmax.recipes.schema import Recipe, accumulation
-from unsoftmax.train.objective import NextToken
+from unsoftmax.recipes.schema import Recipe, StagePlan, accumulation, stage_plans
+from unsoftmax.train.objective import objective
 from unsoftmax.train.packing import Batch
 
 BUCKET = 50_000_000  # elements; DeepSpeed's own 500 million would be a buffer of 2 GB in float32
-PREFIX = "model."  # what NextToken puts before the model's own parameter names
+PREFIX = "model."  # what an objective puts before the model's own parameter names
 
 
 class Place(NamedTuple):
@@ -112,8 +113,8 @@ def gather(value: Any) -> list[Any]:
     return values
 
 
-def deepspeed_config(recipe: Recipe, world: int) -> dict[str, Any]:
-    """DeepSpeed's own configuration of a recipe on `world` processes; ValueError if it does not divide."""
+def deepspeed_config(recipe: Recipe, stage: StagePlan, world: int) -> dict[str, Any]:
+    """DeepSpeed's own configuration of a stage on `world` processes; ValueError if it does not divide."""
     t = recipe.train
     return {
         "train_micro_batch_size_per_gpu": t.micro_batch_sequences,
@@ -133,7 +134,7 @@ def deepspeed_config(recipe: Recipe, world: int) -> dict[str, Any]:
         "optimizer": {
             "type": "AdamW",
             "params": {
-                "lr": t.peak_lr,
+                "lr": stage.peak_lr,
                 "betas": [t.beta1, t.beta2],
                 "weight_decay": t.weight_decay,
                 "torch_adam": True,  # the others are compiled on first use
@@ -148,7 +149,32 @@ def _shape(p: nn.Parameter) -> torch.Size:
     return getattr(p, "ds_shape", p.shape)  # ZeRO-3 leaves an empty parameter and its shape
 
 
-def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
+def trained(model: nn.Module, stage: StagePlan) -> list[nn.Parameter]:
+    """The parameters that a stage trains.
+
+    Raises ValueError where there are none: no layer is converted, or the mixers add nothing that learns.
+    """
+    if stage.train == "all":
+        return list(model.parameters())
+    mixers = [m for m in model.modules() if isinstance(m, Mixer)]
+    if stage.train == "attention":
+        found = [p for m in mixers for p in m.parameters()]
+    else:
+        found = [p for m in mixers for p in m.new_parameters().values()]
+    if not found:
+        reason = "its mixers add nothing that learns; attention would" if mixers else "no layer is converted"
+        raise ValueError(
+            f"stages.{stage.number - 1}: {stage.loss} trains {stage.train}, but in this checkpoint {reason}"
+        )
+    return found
+
+
+def count(parameters: Iterable[nn.Parameter]) -> int:
+    """Numbers in all parameters together, sharded ones in full."""
+    return sum(_shape(p).numel() for p in parameters)
+
+
+def parameter_groups(model: nn.Module, recipe: Recipe, stage: StagePlan) -> list[dict[str, Any]]:
     """AdamW's groups: the source's and the new parameters, each as matrices and, without decay, the rest.
 
     Each group's `lr_scale` multiplies the scheduled rate.
@@ -162,12 +188,24 @@ def parameter_groups(model: nn.Module, recipe: Recipe) -> list[dict[str, Any]]:
                 for p in model.parameters()
                 if p.requires_grad and (id(p) in new) == is_new and (len(_shape(p)) >= 2) == is_matrix
             ]
-            scale, decay = (recipe.train.new_lr_scale if is_new else 1.0), recipe.train.weight_decay
+            scale, decay = (stage.new_lr_scale if is_new else 1.0), recipe.train.weight_decay
             if params:
                 groups.append(
                     {"params": params, "weight_decay": decay if is_matrix else 0.0, "lr_scale": scale}
                 )
     return groups
+
+
+def _own_share(p: nn.Parameter) -> torch.Tensor:
+    """What this rank holds of a parameter: its shard under ZeRO-3, else all of it."""
+    return getattr(p, "ds_tensor", p).data
+
+
+def _tell_of_readers(module: nn.Module) -> None:
+    """Mixers read parameters of their children, which ZeRO-3 gathers for the child alone unless told so."""
+    for mixer in (m for m in module.modules() if isinstance(m, Mixer)):
+        for p in mixer.new_parameters().values():
+            deepspeed.zero.register_external_parameter(mixer, p)
 
 
 def _load_sharded(load_model: Callable[[], PreTrainedModel], config: dict[str, Any]) -> PreTrainedModel:
@@ -187,28 +225,50 @@ def _recompute_layers(model: nn.Module) -> None:
 
 
 class Engine:
-    """A model in training: pass, step, save, load.
+    """A model in training, for one stage of a run: pass, step, save, load.
 
-    load_model: called once the engine is ready for it (under ZeRO-3 parameters are sharded while they load);
-    returns a transformers causal LM with float32 parameters.
+    Args:
+        load_model: called once the engine is ready for it (under ZeRO-3 parameters are sharded while they
+            load); returns a transformers causal LM with float32 parameters.
+        stage: None is the recipe's first.
+        teacher: a causal LM on the device, for a stage that learns from one; stays outside the engine.
+        weights: what another engine's `weights` gave on this rank, in place of those that were loaded.
     """
 
-    def __init__(self, recipe: Recipe, place: Place, load_model: Callable[[], PreTrainedModel]) -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        place: Place,
+        load_model: Callable[[], PreTrainedModel],
+        *,
+        stage: StagePlan | None = None,
+        teacher: PreTrainedModel | None = None,
+        weights: dict[str, torch.Tensor] | None = None,
+    ) -> None:
         self.recipe, self.place = recipe, place
-        config = deepspeed_config(recipe, place.world)
+        stage = stage_plans(recipe)[0] if stage is None else stage
+        config = deepspeed_config(recipe, stage, place.world)
         model = _load_sharded(load_model, config) if recipe.train.zero_stage == 3 else load_model()
         if recipe.train.activation_checkpointing:
             _recompute_layers(model)
-        objective = NextToken(model).to(place.device).train()
-        self._names = [n.removeprefix(PREFIX) for n, _ in objective.named_parameters()]
+        module = objective(model, stage, teacher, recompute=recipe.train.activation_checkpointing)
+        module = module.to(place.device).train()
+        chosen = {id(p) for p in trained(module, stage)}
+        for name, p in module.named_parameters():
+            p.requires_grad_(id(p) in chosen)
+            if weights is not None:
+                _own_share(p).copy_(weights[name])
+        if recipe.train.zero_stage == 3:
+            _tell_of_readers(module)
+        self._names = [n.removeprefix(PREFIX) for n, _ in module.named_parameters()]
         self._seen = torch.zeros(len(self._names), device=place.device)
-        for i, p in enumerate(objective.parameters()):
+        for i, p in enumerate(module.parameters()):
             if p.requires_grad:
                 p.register_hook(self._watch(i))
-        groups = parameter_groups(objective, recipe)
+        groups = parameter_groups(module, recipe, stage)
         self._scales = [g["lr_scale"] for g in groups]
         arguments: Any = {"model_parameters": groups, "config": config, "dist_init_required": False}
-        self._engine: Any = deepspeed.initialize(model=objective, **arguments)[0]
+        self._engine: Any = deepspeed.initialize(model=module, **arguments)[0]
 
     @property
     def model(self) -> PreTrainedModel:
@@ -267,7 +327,19 @@ class Engine:
     def bad_weights(self) -> list[str]:
         """Names of parameters with an entry that is not finite (of this rank's shard under ZeRO-3)."""
         parameters = zip(self._names, self._engine.module.parameters(), strict=True)
-        return [n for n, p in parameters if not getattr(p, "ds_tensor", p.data).isfinite().all()]
+        return [n for n, p in parameters if not _own_share(p).isfinite().all()]
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Copies, on the CPU, of what this rank holds of each parameter."""
+        return {n: _own_share(p).to("cpu", copy=True) for n, p in self._engine.module.named_parameters()}
+
+    def close(self) -> None:
+        """Give the memory back; the engine is of no use afterwards."""
+        self._engine.destroy()
+        del self._engine
+        gc.collect()  # hooks and parameters refer to each other
+        if self.place.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     @contextlib.contextmanager
     def scoring(self) -> Iterator[PreTrainedModel]:
@@ -293,7 +365,7 @@ class Engine:
 
 def saved_weights(folder: Path, zero_stage: int) -> dict[str, torch.Tensor]:
     """Full float32 weights of a folder that `Engine.save` wrote, by the model's own names."""
-    if zero_stage == 0:
+    if zero_stage < 3:  # the float32 parameters themselves, whole on every rank
         file = folder / "mp_rank_00_model_states.pt"
         state = torch.load(file, map_location="cpu", weights_only=False)["module"]
     else:

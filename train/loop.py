@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from unsoftmax.convert import provenance
-from unsoftmax.convert.load import CONVERTED_TYPES, load, read_config, tokenizer
-from unsoftmax.convert.measure import measure, token_ids, token_rows
-from unsoftmax.recipes.schema import SOFTMAX, Recipe, accumulation, layer_mixers, total_steps
+from unsoftmax.convert.load import CONVERTED_TYPES, read_config, tokenizer
+from unsoftmax.convert.measure import Measurement, measure, token_ids, token_rows
+from unsoftmax.recipes.schema import SOFTMAX, TAUGHT, Recipe, accumulation, layer_mixers, total_steps
 from unsoftmax.recipes.text import check_text, documents
 from unsoftmax.train import checkpoint, engine
 from unsoftmax.train.checkpoint import Resumed
-from unsoftmax.train.engine import Engine, Place
+from unsoftmax.train.engine import Place
 from unsoftmax.train.export import export_newest, start_folder
 from unsoftmax.train.packing import Batch, Prefetch, Source, TokenRows, batches
 from unsoftmax.train.progress import BadSteps, Progress, short
-from unsoftmax.train.schedule import learning_rate
+from unsoftmax.train.stages import Stages, rate, teacher_of
 
 
 def train(
@@ -51,6 +51,7 @@ def train(
     Raises:
         ValueError: the recipe does not fit the number of processes, the run folder or the checkpoint.
         FloatingPointError: train.max_bad_steps steps in a row were not finite.
+        RuntimeError: a stage does not continue from the held-out loss at which the one before ended.
     """
     run = Path(run)
     if stop_after is not None and stop_after < 1:
@@ -89,7 +90,7 @@ class Job(NamedTuple):
     recipe: Recipe
     run: Path
     place: Place
-    engine: Engine
+    stages: Stages
     data: Iterator[Batch]
     held_out: torch.Tensor
     progress: Progress
@@ -97,38 +98,36 @@ class Job(NamedTuple):
 
 
 def _train(job: Job, last: int) -> None:
-    t = job.recipe.train
-    step, tokens, _ = job.begun
+    t, stages = job.recipe.train, job.stages
+    step, tokens, _, before = job.begun
     bad = BadSteps(t.max_bad_steps)
     with Prefetch(job.data) as data:
         while step < last:
+            if step == stages.plan.end:
+                stages.advance()
+            if step == stages.plan.begin and job.recipe.stages:
+                _begin_stage(job, step, before)
             batch, waited = data.next()
-            lr = rate(job.recipe, step)
-            result = job.engine.step(batch, lr)
+            lr = rate(job.recipe, stages.plan, step)
+            result = stages.engine.step(batch, lr)
             step, tokens = step + 1, tokens + batch.tokens
             job.progress.step(step, result, tokens=batch.tokens, lr=lr, waited=waited)
-            bad.check(step, result, [] if result.applied else job.engine.bad_weights())
-            if step == last or (t.eval_every_steps and step % t.eval_every_steps == 0):
-                _score(job, step)
-            if step == last or step % t.save_every_steps == 0:
-                checkpoint.save(
-                    job.engine, job.run, job.recipe, job.place, Resumed(step, tokens, batch.position)
-                )
+            bad.check(step, result, [] if result.applied else stages.engine.bad_weights())
+            ends, before = step == stages.plan.end, None
+            if step == last or ends or (t.eval_every_steps and step % t.eval_every_steps == 0):
+                found = _score(job, step)
+                before = found.nll if ends and step < total_steps(job.recipe) else None
+            if step == last or ends or step % t.save_every_steps == 0:
+                done = Resumed(step, tokens, batch.position, before)
+                checkpoint.save(stages.engine, job.run, job.recipe, job.place, done)
                 job.progress.rest()
 
 
-def rate(recipe: Recipe, step: int) -> float:
-    """The learning rate of step `step`, counted from 0."""
-    t = recipe.train
-    return learning_rate(
-        step,
-        total_steps=total_steps(recipe),
-        warmup_steps=t.warmup_steps,
-        peak=t.peak_lr,
-        min_ratio=t.min_lr_ratio,
-        shape=t.schedule,
-        decay_share=t.decay_share,
-    )
+def _begin_stage(job: Job, step: int, before: float | None) -> None:
+    job.progress.enter(job.stages.plan, len(job.stages.plans))
+    found = _measured(job)
+    job.progress.begins(step, found.nll, before, found.line())
+    job.stages.check_continues(step, found.nll, before)
 
 
 def _batches(recipe: Recipe, rows: TokenRows, place: Place) -> Iterator[Batch]:
@@ -142,11 +141,16 @@ def _batches(recipe: Recipe, rows: TokenRows, place: Place) -> Iterator[Batch]:
     )
 
 
-def _score(job: Job, step: int) -> None:
+def _measured(job: Job) -> Measurement:
     dtype = torch.bfloat16 if job.recipe.train.dtype == "bf16" else None
-    with job.engine.scoring() as model:
-        found = measure(model, job.held_out, batch=job.recipe.train.micro_batch_sequences, dtype=dtype)
+    with job.stages.engine.scoring() as model:
+        return measure(model, job.held_out, batch=job.recipe.train.micro_batch_sequences, dtype=dtype)
+
+
+def _score(job: Job, step: int) -> Measurement:
+    found = _measured(job)
     job.progress.scored(step, found.to_dict(), found.line())
+    return found
 
 
 def _finish(job: Job) -> Path:
@@ -191,6 +195,8 @@ def _open_run(recipe: Recipe, run: Path, model: str | None, resume: str | None, 
             checkpoint.check_same_run(checkpoint.folder_of(run, step), recipe, place.world)
             break
     _check_mixers(recipe, start)
+    if any(stage.loss in TAUGHT for stage in recipe.stages):
+        teacher_of(recipe, start)
     return start
 
 
@@ -254,11 +260,13 @@ def _prepare(recipe: Recipe, run: Path, start: Path, place: Place) -> Job:
     if not checkpoint.steps_saved(run):
         data = itertools.chain([next(data)], data)  # text that cannot be read shows before anything is made
     held_out = _held_out_rows(recipe, words)
-    built = Engine(recipe, place, lambda: _load(start))
-    begun = checkpoint.resume(built, run, recipe, place, print if place.first else _quiet)
-    if begun is not None:
+    say = print if place.first else _quiet
+    found = checkpoint.find(run, recipe, place, say)
+    begun = Resumed(0, 0, {})
+    stages = Stages(recipe, place, start, checkpoint.read_manifest(found)["step"] if found else 0)
+    if found:
+        begun = checkpoint.resume(stages.engine, found, place, say)
         rows.load_state_dict(begun.position)
-    begun = begun or Resumed(0, 0, {})
     engine.barrier()  # no process looks for start.txt any more
     if place.first:
         _note(recipe, run, start)
@@ -271,14 +279,10 @@ def _prepare(recipe: Recipe, run: Path, start: Path, place: Place) -> Job:
         speaks=place.first,
     )
     progress.say(_plan(recipe, place, mixer_names(start)))
-    return Job(recipe, run, place, built, data, held_out, progress, begun)
-
-
-def _load(start: Path) -> PreTrainedModel:
-    """The model in float32; a plain checkpoint with its softmax, in the class that keeps documents apart."""
-    config = read_config(start)
-    softmax = [{"name": SOFTMAX}] * config.num_hidden_layers
-    return load(start, layer_mixers=None if config.model_type in CONVERTED_TYPES else softmax)
+    if recipe.stages:
+        progress.say(stages.table())
+        progress.enter(stages.plan, len(stages.plans))
+    return Job(recipe, run, place, stages, data, held_out, progress, begun)
 
 
 def _quiet(text: str) -> None:

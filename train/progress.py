@@ -17,7 +17,10 @@ from typing import Any
 
 import torch
 
+from unsoftmax.recipes.schema import StagePlan
 from unsoftmax.train.engine import StepResult
+
+STAGE = "stage"  # the kind of line with which a stage begins
 
 
 def short(count: float) -> str:
@@ -72,6 +75,7 @@ class Progress:
             speaks,
         )
         self.tokens = done[1]
+        self.stage: dict[str, Any] = {}  # what each line of the log says of it; nothing in a run of one
         self._rates: list[tuple[int, float, float]] = []  # tokens, seconds and waited seconds of late steps
         self._steps = 0  # of this process
         self._mark = time.perf_counter()
@@ -98,6 +102,7 @@ class Progress:
         seconds, left = sum(r[1] for r in self._rates), self.total_steps - number
         row = {
             "step": number,
+            **self.stage,
             "tokens": self.tokens,
             "loss": result.loss,
             "lr": lr,
@@ -114,8 +119,24 @@ class Progress:
 
     def scored(self, number: int, measurement: dict[str, Any], line: str) -> None:
         """Report a held-out score at step `number`; its time is not the next step's."""
-        self._write("held_out", {"step": number, "tokens": self.tokens, **measurement})
+        self._write("held_out", {"step": number, **self.stage, "tokens": self.tokens, **measurement})
         self.say(f"step {number:>5}/{self.total_steps}   held out: {line}")
+        self.rest()
+
+    def enter(self, stage: StagePlan, stages: int) -> None:
+        """What follows belongs to this stage, one of several."""
+        self.stage = {"stage": stage.number, "stages": stages, "objective": stage.loss}
+
+    def begins(self, number: int, nll: float, before: float | None, line: str) -> None:
+        """Report the held-out loss from which a stage continues, and that which the one before ended at."""
+        self._write(
+            STAGE, {"step": number, **self.stage, "tokens": self.tokens, "nll": nll, "before": before}
+        )
+        ended = "" if before is None else f", stage {self.stage['stage'] - 1} ended at {before:.4f}"
+        self.say(
+            f"stage {self.stage['stage']}/{self.stage['stages']} {self.stage['objective']} begins after step "
+            f"{number}: held out {line}, nll {nll:.4f}{ended}"
+        )
         self.rest()
 
     def rest(self) -> None:
@@ -142,6 +163,7 @@ def step_line(row: dict[str, Any], total_steps: int) -> str:
     """The progress line of a log row."""
     parts = [
         f"step {row['step']:>5}/{total_steps}",
+        *([f"stage {row['stage']}/{row['stages']} {row['objective']}"] if "stage" in row else []),
         f"{short(row['tokens'])} tok",
         f"loss {row['loss']:.3f}",
         f"lr {row['lr']:.1e}",
@@ -156,10 +178,13 @@ def step_line(row: dict[str, Any], total_steps: int) -> str:
 
 def _keep_until(log: Path, step: int) -> None:
     if log.exists():
-        rows = [
-            line for line in log.read_text().splitlines() if _whole(line) and json.loads(line)["step"] <= step
-        ]
-        log.write_text("".join(f"{line}\n" for line in rows))
+        lines = [line for line in log.read_text().splitlines() if _whole(line)]
+        log.write_text("".join(f"{line}\n" for line in lines if _done(json.loads(line), step)))
+
+
+def _done(row: dict[str, Any], step: int) -> bool:
+    """Whether a line was written before the checkpoint of `step`: a stage begins after the one before."""
+    return row["step"] <= step - (row["kind"] == STAGE)
 
 
 def _whole(line: str) -> bool:
