@@ -267,17 +267,19 @@ class ConvertedModel(ConvertedWeights):
         """Each layer's attention over tokens input_ids [B, T], as the model runs, one layer after another.
 
         cu_seqlens: as in forward. Gives the normed input x and the output y, both [B, T, hidden], and what
-        else `mix` was called with: another model's layer.mix(x, **what) makes the same call.
+        another model's layer.mix(x, **what) needs for the same call, with rotary factors in float32.
         """
         x = self.embed_tokens(input_ids)
         if cu_seqlens is not None:
             _check_packed(x, None, None)
             cu_seqlens = packed(cu_seqlens, x.shape[1], x.device)
-        given = self._given(x, None, cu_seqlens, self._positions(x, None, cu_seqlens, None, 0), None)
+        position_ids = self._positions(x, None, cu_seqlens, None, 0)
+        given = self._given(x, None, cu_seqlens, position_ids, None)
+        wide = {**given, "position_embeddings": self.rotary_emb(x.float(), position_ids=position_ids)}
         for layer in self._layers():
             normed = layer.input_layernorm(x)
             y = layer.mix(normed, **given)
-            yield normed, y, given
+            yield normed, y, wide
             x = layer.after_mixing(x, y)
 
     def _layers(self) -> Iterator[ConvertedLayer]:

@@ -217,7 +217,8 @@ class Stage:
 
     loss: Literal["cross_entropy", "distil", "align"]
     """cross_entropy: of the text. distil: the teacher's whole distribution too, on the same text. align: each
-    converted layer alone, held to what the teacher's attention makes of the teacher's own input there."""
+    converted layer alone, held to what the teacher's attention makes of the teacher's own input there; the
+    loss is the relative squared error, summed over those layers. All are in train/objective.py."""
 
     tokens: int
     """Tokens of the stage; rounded up to whole optimizer steps. The text goes on from stage to stage."""
@@ -269,8 +270,8 @@ class Recipe:
     """What the run does one after another; empty: cross-entropy on train.total_tokens."""
 
     teacher: str | None = None
-    """The softmax checkpoint that distil and align learn from, a folder or a hub id. null: the one that the
-    start was converted from."""
+    """The checkpoint that distil and align learn from, a folder or a hub id; every process holds it whole, in
+    train.dtype. null: the one that the start was converted from."""
 
     def __post_init__(self) -> None:
         _need(self.source != "", "source", "empty", "a hub id or a known name, such as smollm2-135m")

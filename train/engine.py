@@ -333,9 +333,19 @@ class Engine:
         """Copies, on the CPU, of what this rank holds of each parameter."""
         return {n: _own_share(p).to("cpu", copy=True) for n, p in self._engine.module.named_parameters()}
 
+    def _empty(self) -> None:
+        """Take the numbers out of what ZeRO-3 never lets go: its caches hold each module for good."""
+        for p in self._engine.module.parameters():
+            p.grad = None
+            p.ds_tensor.data = p.data = torch.empty(0, device=p.device)
+        for optimizer in (self._engine.optimizer, self._engine.basic_optimizer):
+            vars(optimizer).clear()
+
     def close(self) -> None:
         """Give the memory back; the engine is of no use afterwards."""
         self._engine.destroy()
+        if self.recipe.train.zero_stage == 3:
+            self._empty()
         del self._engine
         gc.collect()  # hooks and parameters refer to each other
         if self.place.device.type == "cuda":

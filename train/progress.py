@@ -77,7 +77,7 @@ class Progress:
         self.tokens = done[1]
         self.stage: dict[str, Any] = {}  # what each line of the log says of it; nothing in a run of one
         self._rates: list[tuple[int, float, float]] = []  # tokens, seconds and waited seconds of late steps
-        self._steps = 0  # of this process
+        self._steps = 0  # of this process, in this stage
         self._mark = time.perf_counter()
         if speaks:
             from torch.utils.tensorboard import SummaryWriter
@@ -124,7 +124,8 @@ class Progress:
         self.rest()
 
     def enter(self, stage: StagePlan, stages: int) -> None:
-        """What follows belongs to this stage, one of several."""
+        """What follows belongs to this stage, one of several, which have a speed of their own."""
+        self._steps = 0
         self.stage = {"stage": stage.number, "stages": stages, "objective": stage.loss}
 
     def begins(self, number: int, nll: float, before: float | None, line: str) -> None:
