@@ -31,13 +31,12 @@ SHAPES = {  # HQ, H, D, E, M
     "wide": (4, 1, 128, 128, 128),
 }
 LENGTHS = [1, 15, 17, 64, 127, 129, 300]
-TABLES = ("BLOCKS", "HEADS", "WARPS", "STAGES", "REGISTERS")
+TABLES = ("BLOCKS", "HEADS", "WARPS", "STAGES", "EARLY", "REGISTERS")
 SHIPPED = {name: dict(getattr(triton_tiles, name)) for name in TABLES}
 VARIANTS = [  # what differs from the cut as shipped; keep: whether forward leaves P for backward
     {},
-    {"STAGES": {"project": 2, "dx": 1}, "REGISTERS": {"project": None, "weights": None}},
-    {"WARPS": {"project": 8}, "REGISTERS": {"project": None}},
-    {"keep": False},
+    {"EARLY": {"forward": 0, "weights": 0, "queries": 0}, "REGISTERS": {"forward": 168, "queries": 168}},
+    {"EARLY": {"forward": 1}, "REGISTERS": {"weights": None}},
 ]
 PACKED = [0, 1, 34, 34, 170, 300]
 

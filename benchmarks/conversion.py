@@ -33,7 +33,9 @@ TOKENS, ALIGNED = STEPS * ROWS * CONTEXT, 16 * ROWS * CONTEXT
 PLANTED, PLANTED_ROWS = (256, 512, 1024, 2048), 32
 RECIPE = "smollm2-135m-gsa"
 KEPT = "mixer={name: gsa, num_slots: %d, sinks: 4, recent: %d}"
+LEARN = "{loss: distil, tokens: %d, teacher_weight: 0.5}"
 ALIGN = f"{{loss: align, tokens: {ALIGNED}, warmup_steps: 2}}"
+NEAR = "mixer={name: polysketch, local: softmax, window: 64, sinks: 4}"
 EVEN = "calibration.sharing_tokens=0"
 RUNS: dict[str, tuple[str, ...]] = {
     "softmax": ("mixer={name: softmax}",),
@@ -48,10 +50,12 @@ RUNS: dict[str, tuple[str, ...]] = {
     "dealt256": (KEPT % (256, 8),),
     "dealt-hybrid": (KEPT % (64, 8), "softmax_layers=[3, 7, 11, 15, 19, 23, 27]"),
     "paper": ("mixer={name: gsa, start: paper, num_slots: 64}",),
-    "dealt-distil": (KEPT % (64, 8), f"stages=[{{loss: distil, tokens: {TOKENS}, teacher_weight: 0.5}}]"),
+    "dealt-distil": (KEPT % (64, 8), f"stages=[{LEARN % TOKENS}]"),
     "dealt-align": (KEPT % (64, 8), f"stages=[{ALIGN}, {{loss: cross_entropy, tokens: {TOKENS - ALIGNED}}}]"),
+    "dealt-align-distil": (KEPT % (64, 8), f"stages=[{ALIGN}, {LEARN % (TOKENS - ALIGNED)}]"),
     "polysketch": ("mixer={name: polysketch, local: power, block: 256}",),
-    "polysketch-softmax": ("mixer={name: polysketch, local: softmax, window: 64, sinks: 4}",),
+    "polysketch-softmax": (NEAR,),
+    "polysketch-softmax-distil": (NEAR, f"stages=[{LEARN % TOKENS}]"),
 }
 
 

@@ -229,7 +229,8 @@ def tiles() -> Iterator[Job]:
         kernel = getattr(ops, f"_{name}")
         cap = {"maxnreg": most or ops.REGISTERS.get(cut)}
         options = ops._options(plan, cut) | cap if cut else {"num_warps": 2}
-        own = fixed | more | ({"GR": ops._tiles(plan, cut)["GR"]} if cut in ops.HEADS else {})
+        own = fixed | more | (ops._tiles(plan, cut) if cut in ops.HEADS else {})
+        own |= {"EARLY": 0} if most else {}
         own = {n: own[n] for n in kernel.arg_names if n in own}
         types = dict.fromkeys(kernel.arg_names, "*bf16") | {f"{x}_ptr": "*fp32" for x in singles}
         types |= {"T": "i32", "H": "i32", "scale": "fp32"}

@@ -242,6 +242,22 @@ def _own_state(
     tl.store(total_ptr + base * slots + m, total, mask=m_ok)
 
 
+@triton.jit
+def _coming(
+    buf_ptr, total_ptr, i, a, b, h, H, X, slots, e, m, ok,
+    REVERSE: tl.constexpr, DECAY: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """What AHEAD segments from the i-th on write (in reverse: ask), and their log_gate; 0 past the last."""
+    own, gone = (), ()
+    for j in tl.static_range(AHEAD):
+        base = h.to(tl.int64) + (b - 1 - (i + j - a) if REVERSE else i + j) * H
+        here = ok & (i + j + e * 0 < b)
+        own += (tl.load(buf_ptr + base * X * slots + e, mask=here, other=0.0),)
+        if DECAY:
+            gone += (tl.load(total_ptr + base * slots + m, mask=here, other=0.0),)
+    return own, gone
+
+
 @triton.jit(do_not_specialize=["n", "H"])
 def _scan(
     buf_ptr, total_ptr, init_ptr, final_ptr, doc_first, n, H, X, slots,
@@ -251,8 +267,7 @@ def _scan(
     """Grid (documents * H, tiles of X * M). Own sums become what is there before (REVERSE: after) it.
 
     buf [segments, H, X, M] in place; init and final [documents, H, M, X] float32. A thread keeps to its own
-    elements. AHEAD segments are loaded before the first of them is stored over, to hide latency; sums run one
-    after another.
+    elements. While AHEAD segments are stored over, the next as many are loaded; sums run one after another.
     """
     doc, h = tl.program_id(0) // H, tl.program_id(0) % H
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -268,18 +283,16 @@ def _scan(
     S = tl.zeros((BLOCK,), tl.float32)
     if HAS_INIT:
         S = tl.load(init_ptr + where, mask=ok, other=0.0)
+    own, gone = _coming(buf_ptr, total_ptr, a, a, b, h, H, X, slots, e, m, ok, REVERSE, DECAY, AHEAD)
     for i in range(a, b, AHEAD):
-        own, gone = (), ()
-        for j in tl.static_range(AHEAD):
-            base = h.to(tl.int64) + (b - 1 - (i + j - a) if REVERSE else i + j) * H
-            here = ok & (i + j + x * 0 < b)
-            own += (tl.load(buf_ptr + base * X * slots + e, mask=here, other=0.0),)
-            if DECAY:
-                gone += (tl.load(total_ptr + base * slots + m, mask=here, other=0.0),)
+        next_own, next_gone = _coming(
+            buf_ptr, total_ptr, i + AHEAD, a, b, h, H, X, slots, e, m, ok, REVERSE, DECAY, AHEAD
+        )
         for j in tl.static_range(AHEAD):
             base = h.to(tl.int64) + (b - 1 - (i + j - a) if REVERSE else i + j) * H
             tl.store(buf_ptr + base * X * slots + e, S, mask=ok & (i + j + x * 0 < b))
             S = (S * tl.exp(gone[j]) if DECAY else S) + own[j].to(tl.float32)
+        own, gone = next_own, next_gone
     tl.store(final_ptr + where, S, mask=ok)
 
 

@@ -52,6 +52,8 @@ BLOCKS = {"forward": 1}  # blocks of 16 tokens that a program reads one after an
 HEADS = {"forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}  # heads in a product: 64 rows
 WARPS = {"project": 4, "forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}  # above 64 slots twice
 STAGES = {"project": 3, "forward": 1, "weights": 1, "queries": 1, "pairs": 1, "dx": 2}  # of loads in loops
+# on Hopper, whether keys and slots are loaded before the factors of columns are made; 2: values too
+EARLY = {"forward": 2, "weights": 1, "queries": 1}
 REGISTERS: dict[str, int | None] = {"project": 168, "weights": 168}  # of a thread, so that three programs fit
 # Smaller calls are padded: _dx of 16 slots and one head died of an illegal access on an H200 (Triton 3.6),
 # though no address in its PTX lies outside its tensors.
@@ -104,30 +106,40 @@ def _scaled(x, n, DT: tl.constexpr):
 
 
 @triton.jit
-def _written(g, DT: tl.constexpr):
-    """1 - e^g of g <= 0, to 1e-6 of it."""
-    near = -g * (1.0 + g * (0.5 + g * (1.0 / 6 + g * (1.0 / 24))))
-    return tl.where(g > -0.1, near, 1.0 - _exp2(g * LOG2E, DT))
+def _inverse(x, dtype: tl.constexpr):
+    """1 / x in one instruction, to 2^-23; `1 / x` takes nine."""
+    if dtype == tl.float32:
+        y = 1.0 / tl.where(x > 0, x, 1.0)
+    else:
+        y = tl.inline_asm_elementwise("rcp.approx.ftz.f32 $0, $1;", "=f,f", [x], tl.float32, True, 1)
+    return y
+
+
+@triton.jit
+def _written(x, DT: tl.constexpr):
+    """1 - 2^x of x <= 0, to 1e-6 of it."""
+    near = -x * (0.69314718 + x * (0.24022651 + x * (0.055504109 + x * 0.0096181291)))
+    return tl.where(x > -0.14, near, 1.0 - _exp2(x, DT))
 
 
 @triton.jit
 def _mass(gamma, DT: tl.constexpr):
-    """z and 1 / z of Gamma; both 0 for an empty slot."""
+    """z and 1 / z of Gamma in powers of two; 1 / z is 0 for an empty slot."""
     z = _written(gamma, DT)
-    live = z > 1e-37
-    return tl.where(live, z, 0.0), tl.where(live, 1.0 / tl.where(live, z, 1.0), 0.0)
+    return z, tl.where(z > 1e-37, _inverse(z, DT), 0.0)
 
 
 @triton.jit
 def _read(u, z, iz, m_ok, MASS: tl.constexpr, DT: tl.constexpr):
-    """Read weights of u [rows, M]: softmax, or e^{u/z} / sum of z e^{u/z} over slots with any mass."""
+    """Read weights of u [rows, M] in powers of two: 2^u over its sum, or 2^{u/z} over the sum of z 2^{u/z}
+    over slots with any mass."""
     if MASS:
         w = tl.where(iz > 0, u * iz, -float("inf"))
     else:
         w = tl.where(m_ok[None, :], u, -float("inf"))
     top = tl.max(w, 1)
-    top = tl.where(top == -float("inf"), 0.0, top) * LOG2E
-    e = _exp2(w * LOG2E - top[:, None], DT)
+    top = tl.where(top == -float("inf"), 0.0, top)
+    e = _exp2(w - top[:, None], DT)
     total = tl.sum(z * e, 1) if MASS else tl.sum(e, 1)
     return e * (1.0 / tl.where(total > 0, total, 1.0))[:, None]
 
@@ -184,14 +196,20 @@ def _log_rows(log_ptr, row, end, step, m, m_ok):
 
 
 @triton.jit
-def _shifts(
-    near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG: tl.constexpr, M: tl.constexpr, DT: tl.constexpr
-):
-    """2^(n of the block at `first` - n of its own block) of each token, 0 after that block or where its
-    column would be below 2^-28 at the block's first token. Tokens from b on are not looked at.
+def _fours(a, b, c, d, N: tl.constexpr, M: tl.constexpr):
+    """[N, M] whose row 4 n + x is row n of the x-th of four [N / 4, M]. A thread then has four rows of a column
+    side by side, as a product reads an operand of float32; single ones would be stored over each other's banks.
+    """
+    x = tl.join(tl.join(a, c), tl.join(b, d))
+    return tl.reshape(tl.permute(tl.reshape(x, (N // 4, M, 4)), (0, 2, 1)), (N, M))
 
-    Two factors of it, [blocks, 16, M] and [blocks, 1, M]: closed gates in both blocks put 2^-208 between two
-    anchors, and 2^208 into what it multiplies.
+
+@triton.jit
+def _powers(mark_ptr, first, b, slots, m, m_ok, SEG: tl.constexpr, DT: tl.constexpr):
+    """2^(n of the block at `first` - n of each block), at most 1, as two factors [blocks, 1, M]: closed gates in
+    both blocks put 2^-208 between two anchors, and 2^208 into what it multiplies. And what `near` of a token
+    must stay below, or its column counts as 0: nothing after that block, and columns of 2^-28 or more at the
+    block's first token.
     """
     c = tl.arange(0, SEG // 16)[:, None, None]
     own = first // 16
@@ -204,22 +222,35 @@ def _shifts(
     half = tl.floor(shift * 0.5)
     past = _exp2(28.0 + start - n, DT)
     most = tl.where(c < own, past, tl.where(c == own, float("inf"), 0.0))
-    t = c * 16 + tl.arange(0, 16)[None, :, None]
-    near = tl.load(near_ptr + t * step + m[None, None, :], mask=ok & (t < b), other=0.0)
-    return tl.where(near < most, _exp2(half, DT), 0.0), _exp2(shift - half, DT)
+    return most, _exp2(half, DT), _exp2(shift - half, DT)
 
 
 @triton.jit
 def _columns(
     col_ptr, near_ptr, mark_ptr, first, b, step, slots, m, m_ok,
-    SEG: tl.constexpr, M: tl.constexpr, DT: tl.constexpr,
+    SEG: tl.constexpr, M: tl.constexpr, DT: tl.constexpr, FOURS: tl.constexpr = True,
 ):  # fmt: skip
-    """Factors of columns [SEG, M] for the block at `first`."""
-    t = tl.arange(0, SEG // 16)[:, None, None] * 16 + tl.arange(0, 16)[None, :, None]
-    spot = t * step + m[None, None, :]
-    col = tl.load(col_ptr + spot, mask=m_ok[None, None, :] & (t < b), other=0.0)
-    some, rest = _shifts(near_ptr, mark_ptr, first, b, step, slots, m, m_ok, SEG, M, DT)
-    return tl.reshape(col * some * rest, (SEG, M))
+    """Factors of columns [SEG, M] for the block at `first`. Tokens from b on are not looked at. FOURS: where the
+    right operand of a product with tokens summed."""
+    most, some, rest = _powers(mark_ptr, first, b, slots, m, m_ok, SEG, DT)
+    if FOURS:
+        fours = tl.arange(0, SEG // 16)[:, None, None] * 16 + tl.arange(0, 4)[None, :, None] * 4
+        parts = ()
+        for x in tl.static_range(4):
+            spot = (fours + x) * step + m[None, None, :]
+            ok = m_ok[None, None, :] & (fours + x < b)
+            col = tl.load(col_ptr + spot, mask=ok, other=0.0)
+            near = tl.load(near_ptr + spot, mask=ok, other=0.0)
+            parts += (tl.reshape(col * tl.where(near < most, some, 0.0) * rest, (SEG // 4, M)),)
+        factors = _fours(parts[0], parts[1], parts[2], parts[3], SEG, M)
+    else:
+        t = tl.arange(0, SEG // 16)[:, None, None] * 16 + tl.arange(0, 16)[None, :, None]
+        spot = t * step + m[None, None, :]
+        ok = m_ok[None, None, :] & (t < b)
+        col = tl.load(col_ptr + spot, mask=ok, other=0.0)
+        near = tl.load(near_ptr + spot, mask=ok, other=0.0)
+        factors = tl.reshape(col * tl.where(near < most, some, 0.0) * rest, (SEG, M))
+    return factors
 
 
 @triton.jit
@@ -230,9 +261,9 @@ def _query_rows(head, i, b, G: tl.constexpr, H):
 
 @triton.jit
 def _left(sums_ptr, sums, b, step, m, m_ok, DT: tl.constexpr):
-    """What of each token is left at the end of its chunk, from sums [n, M] of log_gate."""
+    """What of each token is left at the end of its chunk, from sums [n, M] of _gates."""
     last = _log_rows(sums_ptr, b - 1 + tl.arange(0, 1), b, step, m, m_ok)
-    return _exp2(tl.minimum(last - sums, 0.0) * LOG2E, DT)
+    return _exp2(tl.minimum(last - sums, 0.0), DT)
 
 
 @triton.jit(do_not_specialize=["T", "H"])
@@ -241,7 +272,7 @@ def _gates(
     SEG: tl.constexpr, M: tl.constexpr, DT: tl.constexpr, PACKED: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H). Of log_gate, float32: sums [tokens, H, M] from the segment's first token to each,
-    gates held at -104 (e^-104 is 0, and a sum keeps its digits); total [segments, H, M]; and of gates held at
+    in powers of two, gates held at -104 (e^-104 is 0, and a sum keeps its digits); total [segments, H, M]; and of gates held at
     -9, by powers of two: near = e^{G_i - N} and col = s e^{N - G_i} [tokens, H, M], N of the token's own
     block, and mark [segments, H, blocks, 2, M], log2 of e^N and of e^G before the block.
 
@@ -272,14 +303,16 @@ def _gates(
         mark_ptr += 2 * slots
         for t in tl.static_range(16):
             total += tl.maximum(gates[t], -1e4)
-            sums += tl.maximum(gates[t], -104.0)
+            sums += tl.maximum(gates[t], -104.0) * LOG2E
             log += tl.maximum(gates[t], -9.0) * LOG2E
             whole = n.to(tl.int32)
             ok = m_ok & (first + t + m * 0 < b)
             spot = at + (first + t) * step
             tl.store(sums_ptr + spot, sums, mask=ok)
             tl.store(near_ptr + spot, _scaled(log, -whole, DT), mask=ok)
-            tl.store(col_ptr + spot, _cut(_written(gates[t], DT) * _scaled(-log, whole, DT), DT), mask=ok)
+            tl.store(
+                col_ptr + spot, _cut(_written(gates[t] * LOG2E, DT) * _scaled(-log, whole, DT), DT), mask=ok
+            )
     tl.store(total_ptr + pid * slots + m, total, mask=m_ok)
 
 
@@ -305,10 +338,10 @@ def _project(
         y = _tile(x_ptr, t, b, H * X, x, X)
         g = _log_rows(g_ptr + (a * H + h) * slots, t, b, H * slots, m, m_ok)
         sums = _log_rows(sums_ptr, t, b, H * slots, m, m_ok)
-        w = _written(g, DT) * _left(sums_ptr, sums, b, H * slots, m, m_ok, DT)
+        w = _written(g * LOG2E, DT) * _left(sums_ptr, sums, b, H * slots, m, m_ok, DT)
         S = _dot(tl.trans(y), w, DT)
     else:
-        decay = _exp2(_log_rows(sums_ptr, t, b, H * slots, m, m_ok) * LOG2E, DT)
+        decay = _exp2(_log_rows(sums_ptr, t, b, H * slots, m, m_ok), DT)
         w_ptr += (a * H + h) * G * slots
         S = tl.zeros((BX, M), tl.float32)
         for head in range(0, G):
@@ -328,7 +361,7 @@ def _forward(
     gamma_ptr, seg_start, seg_end, scale, T, H, D, E, slots,
     G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
     DT: tl.constexpr, MASS: tl.constexpr, OUT: tl.constexpr, KEEP: tl.constexpr, BLOCKS: tl.constexpr,
-    PACKED: tl.constexpr,
+    PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H * blocks / BLOCKS). Reads q, k, v, log_gate and the slots before the segment; writes
     o (OUT) and the read weights P [tokens, HQ, M] for a backward pass (KEEP)."""
@@ -344,7 +377,7 @@ def _forward(
     m_ok = m < slots
     at_g, step = (a * H + h) * slots, H * slots
     mark_ptr += pid * (SEG // 16 * 2) * slots
-    kept = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)
+    kept = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0) * LOG2E
     stop = tl.minimum(b, begin + 16 * BLOCKS)
     q_ptr += (a * H + h) * G * D
     o_ptr += (a * H + h) * G * E
@@ -353,10 +386,10 @@ def _forward(
     v_ptr += (a * H + h) * E
     k0_ptr += pid * D * slots
     v0_ptr += pid * E * slots
-    if BLOCKS > 1:
+    if EARLY > 0:
         k = _tile(k_ptr, t, stop, H * D, d, D)
         K0 = _tile(k0_ptr, d, D, slots, m, slots)
-        if OUT:
+        if OUT and EARLY > 1:
             V0 = _tile(v0_ptr, e, E, slots, m, slots)
             v = _tile(v_ptr, t, stop, H * E, e, E)
     for first in range(begin, stop, 16):
@@ -369,26 +402,26 @@ def _forward(
         sums = _log_rows(sums_ptr + at_g, first + tl.arange(0, 16), b, step, m, m_ok)
         z1, iz1 = _mass(kept[None, :] + sums, DT)
         near = _rows(_log_rows(near_ptr + at_g, first + tl.arange(0, 16), b, step, m, m_ok), GR, M)
-        decay = _rows(_exp2(sums * LOG2E, DT), GR, M)
+        decay = _rows(_exp2(sums, DT), GR, M)
         z, iz = _rows(z1, GR, M), _rows(iz1, GR, M)
         for some in range(0, G, GR):
             row = _query_rows(some + r % GR, i, b, G, H)
             r_ok = (row < b * (H * G))[:, None]
             q = _tile(q_ptr, row, b * (H * G), D, d, D)
-            if BLOCKS == 1:
+            if EARLY == 0:
                 k = _tile(k_ptr, t, stop, H * D, d, D)
             A = tl.where(causal, _dot(q, tl.trans(k), DT), 0.0)
             inner = _fine_dot(A, col, DT)
-            if BLOCKS == 1:
+            if EARLY == 0:
                 K0 = _tile(k0_ptr, d, D, slots, m, slots)
-            U = scale * (decay * _dot(q, K0, DT) + near * inner)
+            U = scale * LOG2E * (decay * _dot(q, K0, DT) + near * inner)
             P = _read(U, z, iz, m_ok, MASS, DT)
             if KEEP:
                 spots = p_ptr + row[:, None] * slots + m[None, :]
                 tl.store(spots, _rounded(P, DT), mask=r_ok & m_ok[None, :])
             if OUT:
                 Bm = tl.where(causal, _fine_dot(P * near, tl.trans(col), DT), 0.0)
-                if BLOCKS == 1:
+                if EARLY < 2:
                     V0 = _tile(v0_ptr, e, E, slots, m, slots)
                     v = _tile(v_ptr, t, stop, H * E, e, E)
                 O = _dot(P * decay, tl.trans(V0), DT)
@@ -401,7 +434,7 @@ def _weights_grad(
     v_ptr, g_ptr, sums_ptr, near_ptr, col_ptr, mark_ptr, do_ptr, v0_ptr, gamma_ptr, p_ptr, du_ptr,
     walk_ptr, paired_ptr, drift_ptr, seg_start, seg_end, scale, T, H, E, slots,
     G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, EP: tl.constexpr, M: tl.constexpr,
-    DT: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr,
+    DT: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H * blocks). From P: scale dU [tokens, HQ, M]; of the gates, before they are summed
     over later reads, what goes by V: walk and paired [tokens, H, M]; with mass also drift [segments, blocks,
@@ -432,24 +465,29 @@ def _weights_grad(
     walk = tl.zeros((16, M), tl.float32)
     paired = tl.zeros((16, M), tl.float32)
     drift = tl.zeros((16, M), tl.float32)
+    if EARLY > 0:
+        v = _tile(v_ptr, t, end, H * E, e, E)
+        V0 = _tile(v0_ptr, e, E, slots, m, slots)
     col = _columns(col_ptr + at_g, near_ptr + at_g, mark_ptr, first, end, step, slots, m, m_ok, SEG, M, DT)
     near = _rows(_log_rows(near_ptr + at_g, own, b, step, m, m_ok), GR, M)
     for some in range(0, G, GR):
         row = _query_rows(some + r % GR, i, b, G, H)
         r_ok = (row < b * (H * G))[:, None]
         do = _tile(do_ptr, row, b * (H * G), E, e, E)
-        v = _tile(v_ptr, t, end, H * E, e, E)
+        if EARLY == 0:
+            v = _tile(v_ptr, t, end, H * E, e, E)
         dB = tl.where(causal, _dot(do, tl.trans(v), DT), 0.0)
         dinner = _fine_dot(dB, col, DT)
         P = _tile(p_ptr, row, b * (H * G), slots, m, slots).to(tl.float32)
         paired += _tokens(_cut(P * near, DT) * dinner, GR, M)
-        V0 = _tile(v0_ptr, e, E, slots, m, slots)
+        if EARLY == 0:
+            V0 = _tile(v0_ptr, e, E, slots, m, slots)
         sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)
-        read = _rows(_exp2(sums * LOG2E, DT), GR, M) * _dot(do, V0, DT)
+        read = _rows(_exp2(sums, DT), GR, M) * _dot(do, V0, DT)
         walk += _tokens(P * read, GR, M)
         dP = read + near * dinner
         if MASS:
-            gamma = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :] + sums
+            gamma = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :] * LOG2E + sums
             z1, iz1 = _mass(gamma, DT)
             z = _rows(z1, GR, M)
             S = _mean(P, z, dP)
@@ -461,8 +499,8 @@ def _weights_grad(
         tl.store(du_ptr + spots, _rounded(dU, DT), mask=r_ok & m_ok[None, :])
     if MASS:
         sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)
-        gamma = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :] + sums
-        drift = drift * _exp2(gamma * LOG2E, DT)
+        gamma = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :] * LOG2E + sums
+        drift = drift * _exp2(gamma, DT)
         walk += drift
         spot = ((seg * blocks + block) * H + h) * slots
         tl.store(drift_ptr + spot + m, tl.sum(drift, 0), mask=m_ok)
@@ -477,7 +515,7 @@ def _queries_grad(
     q_ptr, k_ptr, g_ptr, sums_ptr, near_ptr, col_ptr, mark_ptr, k0_ptr, gamma_ptr, du_ptr, dq_ptr,
     walk_ptr, paired_ptr, drift_ptr, seg_start, seg_end, T, H, D, slots,
     G: tl.constexpr, GR: tl.constexpr, SEG: tl.constexpr, DP: tl.constexpr, M: tl.constexpr,
-    DT: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr,
+    DT: tl.constexpr, MASS: tl.constexpr, PACKED: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Grid (segments * H * blocks). dq; to walk, paired and drift of _weights_grad it adds what goes by K."""
     blocks: tl.constexpr = SEG // 16
@@ -504,21 +542,26 @@ def _queries_grad(
     causal = i[:, None] >= t[None, :]
     walk = tl.zeros((16, M), tl.float32)
     paired = tl.zeros((16, M), tl.float32)
+    if EARLY > 0:
+        k = _tile(k_ptr, t, end, H * D, d, D)
+        K0 = _tile(k0_ptr, d, D, slots, m, slots)
     col = _columns(col_ptr + at_g, near_ptr + at_g, mark_ptr, first, end, step, slots, m, m_ok, SEG, M, DT)
     near = _rows(_log_rows(near_ptr + at_g, own, b, step, m, m_ok), GR, M)
     for some in range(0, G, GR):
         row = _query_rows(some + r % GR, i, b, G, H)
         r_ok = (row < b * (H * G))[:, None]
         q = _tile(q_ptr, row, b * (H * G), D, d, D)
-        k = _tile(k_ptr, t, end, H * D, d, D)
+        if EARLY == 0:
+            k = _tile(k_ptr, t, end, H * D, d, D)
         dU = _tile(du_ptr, row, b * (H * G), slots, m, slots).to(tl.float32)
         dUn = _cut(dU * near, DT)
         A = tl.where(causal, _dot(q, tl.trans(k), DT), 0.0)
         paired += _tokens(dUn * _fine_dot(A, col, DT), GR, M)
         dA = tl.where(causal, _fine_dot(dUn, tl.trans(col), DT), 0.0)
-        K0 = _tile(k0_ptr, d, D, slots, m, slots)
+        if EARLY == 0:
+            K0 = _tile(k0_ptr, d, D, slots, m, slots)
         sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)
-        dU = dU * _rows(_exp2(sums * LOG2E, DT), GR, M)
+        dU = dU * _rows(_exp2(sums, DT), GR, M)
         walk += _tokens(dU * _dot(q, K0, DT), GR, M)
         dq = _dot(dU, tl.trans(K0), DT) + _dot(dA, k, DT)
         tl.store(dq_ptr + row[:, None] * D + d[None, :], dq, mask=r_ok & (d < D)[None, :])
@@ -526,9 +569,9 @@ def _queries_grad(
     ok = (own < b)[:, None] & m_ok[None, :]
     if MASS:
         sums = _log_rows(sums_ptr + at_g, own, b, step, m, m_ok)
-        gamma = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :] + sums
+        gamma = tl.load(gamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :] * LOG2E + sums
         _, iz1 = _mass(gamma, DT)
-        drift = (walk + paired) * iz1 * _exp2(gamma * LOG2E, DT)
+        drift = (walk + paired) * iz1 * _exp2(gamma, DT)
         walk += drift
         spot = ((seg * blocks + block) * H + h) * slots
         had = tl.load(drift_ptr + spot + m, mask=m_ok, other=0.0)
@@ -582,17 +625,21 @@ def _pairs_grad(
             dB = tl.where(reads, _dot(v, tl.trans(do), DT), 0.0)
             dcol += _fine_dot(dB, P, DT)
         end = tl.minimum(b, first + 16)
-        some, rest = _shifts(near_ptr, mark_ptr, first, end, step, slots, m, m_ok, SEG, M, DT)
-        dcol = tl.reshape(dcol, (SEG // 16, 16, M))
-        sums += tl.reshape(dcol * some * rest, (SEG, M))
+        most, shift, rest = _powers(mark_ptr, first, end, slots, m, m_ok, SEG, DT)
+        at = tl.arange(0, SEG // 16)[:, None, None] * 16 + tl.arange(0, 16)[None, :, None]
+        mask = m_ok[None, None, :] & (at < end)
+        near = tl.load(near_ptr + at * step + m[None, None, :], mask=mask, other=0.0)
+        dcol = tl.reshape(dcol, (SEG // 16, 16, M)) * tl.where(near < most, shift, 0.0)
+        sums += tl.reshape(dcol * rest, (SEG, M))
     later = t[:, None] <= t[None, :]
     spot = (a * H + h) * slots + t[:, None] * step + m[None, :]
     ok = (t < b)[:, None] & m_ok[None, :]
     g = _load_gate(g_ptr, t, b, step, m, m_ok)
     pairs = tl.load(paired_ptr + spot, mask=ok, other=0.0)
     pairs -= sums * _log_rows(col_ptr, t, b, step, m, m_ok)
-    ds = sums / tl.load(near_ptr + t[:, None] * step + m[None, :], mask=ok, other=1.0)
-    dg = tl.exp(tl.minimum(g + 9.0, 0.0)) * _summed_by(later, pairs, DT) - tl.exp(g) * ds
+    ds = sums * _inverse(tl.load(near_ptr + t[:, None] * step + m[None, :], mask=ok, other=1.0), DT)
+    dg = _exp2(tl.minimum(g + 9.0, 0.0) * LOG2E, DT) * _summed_by(later, pairs, DT)
+    dg -= _exp2(g * LOG2E, DT) * ds
     dg += _summed_by(later, tl.load(dg_ptr + spot, mask=ok, other=0.0), DT)
     dg += tl.load(dgamma_ptr + pid * slots + m, mask=m_ok, other=0.0)[None, :]
     tl.debug_barrier()  # a thread may store what another loads
@@ -628,13 +675,13 @@ def _dx(
     dS = _tile(ds1_ptr + pid * X * slots, f, X, slots, m, slots)
     S0 = _tile(s0_ptr + pid * X * slots, f, X, slots, m, slots)
     last = _log_rows(sums_ptr, b - 1 + tl.arange(0, 1), b, step, m, m_ok)
-    kept_on = tl.sum(S0.to(tl.float32) * dS.to(tl.float32), 0)[None, :] * tl.exp(last)
+    kept_on = tl.sum(S0.to(tl.float32) * dS.to(tl.float32), 0)[None, :] * _exp2(last, DT)
     x = _tile(x_ptr + (a * H + h) * X, t, b, H * X, f, X)
     reach = _dot(x, dS, DT)
     sums = _log_rows(sums_ptr, t, b, step, m, m_ok)
     g = _log_rows(g_ptr, t, b, step, m, m_ok)
-    left = _exp2(tl.minimum(last - sums, 0.0) * LOG2E, DT)
-    w = _written(g, DT) * left
+    left = _exp2(tl.minimum(last - sums, 0.0), DT)
+    w = _written(g * LOG2E, DT) * left
     dg = kept_on - _exp2(g * LOG2E, DT) * left * reach
     dg += _summed_by(t[:, None] > t[None, :], w * reach, DT)
     spot = (a * H + h) * slots + t[:, None] * step + m[None, :]
@@ -645,7 +692,7 @@ def _dx(
     dx = _dot(w, tl.trans(dS), DT)
     for first in range(0, b, 16):
         end = b if HOLD else tl.minimum(b, first + 16)
-        col = _columns(col_ptr, near_ptr, mark_ptr, first, end, step, slots, m, m_ok, SEG, M, DT)
+        col = _columns(col_ptr, near_ptr, mark_ptr, first, end, step, slots, m, m_ok, SEG, M, DT, False)
         i = first + r // GR
         near = _log_rows(near_ptr, i, b, step, m, m_ok)
         for some in range(0, G, GR):
@@ -682,7 +729,9 @@ def _tiles(plan: _Plan, kernel: str) -> dict:
     fit = 512 // _width(plan)  # more slots, fewer rows, or registers run out
     group = max(LEAST_HEADS.get(kernel, 2), triton.next_power_of_2(plan.group))
     heads = max(1, min(HEADS[kernel], fit, group))
-    return {"GR": heads, **_options(plan, kernel)}
+    fits = registers() is None and max(plan.D, plan.E, plan.M) <= 128  # in shared memory
+    early = {"EARLY": EARLY[kernel] if fits else 0} if kernel in EARLY else {}
+    return {"GR": heads, **early, **_options(plan, kernel)}
 
 
 def _projected(plan: _Plan, x, w, g, sums) -> torch.Tensor:

@@ -109,6 +109,7 @@ def polysketch(
     cu_seqlens: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     keep_state: bool = True,
+    in_place: bool = False,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, PolySketchState | None]:
     """Attention with exact weights near by and squared sketch products far away, causal.
@@ -131,10 +132,12 @@ def polysketch(
         offset: [HQ], added to the exact scores of local="power"; None is 0.
         log_gate: [B, T, H], at most 0: what every older weight is multiplied by at a token, in natural log.
         normaliser: c, added to the sum of weights. 0 averages; 1 is the published layer.
-        state: what an earlier call returned; None starts empty. Never changed.
+        state: what an earlier call returned; None starts empty. Not changed unless in_place.
         cu_seqlens: [N + 1], documents packed in one row (B = 1); excludes state and lengths.
         lengths: [B] int64, real tokens of each row; those after them are ignored, and their outputs 0.
         keep_state: whether the state after the last token is wanted.
+        in_place: whether the state given may itself become the one after the last token, for a caller who
+            has no other use for it. Only the kernels' step of one token does so.
         backend: "triton", "torch", or None: triton for CUDA tensors wherever it can (`why_not_triton`) and is
             PROVEN. The kernels take all operands in q's dtype, and a state, given or returned, carries no
             gradient.
@@ -156,7 +159,7 @@ def polysketch(
         before = state
         if state is None and lengths is not None and keep_state:  # states of different ages
             before = _unseen(q, k, v, phi_k, rule)
-        step = state is not None and T == 1 and lengths is None and cu_seqlens is None
+        step = state is not None and T == 1 and cu_seqlens is None
         given: dict = {"a state and cu_seqlens": None if cu_seqlens is None else before}
         if before is not None:
             given |= _refused_state(before, (q, k, v, phi_q, phi_k, far_scale, offset))
@@ -170,7 +173,8 @@ def polysketch(
         if backend is None and path not in PROVEN:
             reason = f"{path}, which no GPU has proven"
         if reason is None and step:
-            o, state = _step_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule)
+            more = (lengths, in_place and keep_state)
+            o, state = _step_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule, *more)
             return o, state if keep_state else None
         if reason is None and before is not None:
             with torch.autocast(q.device.type, enabled=False):
@@ -293,13 +297,14 @@ def _refused_state(state, tensors) -> dict:
     }
 
 
-def _step_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule):
-    parts = (state.S, state.k, state.v, state.phi_k, state.sink_k, state.sink_v, state.seen)
+def _step_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule, lengths, in_place):
+    parts = [state.S, state.k, state.v, state.phi_k, state.sink_k, state.sink_v, state.seen]
     with torch.autocast(q.device.type, enabled=False):
         o, (S, *buffers, sink_k, sink_v, seen) = step_triton(
             *(x.to(q.dtype) for x in (q, k, v, phi_q, phi_k)), parts,
             degree=rule.degree, block=rule.block, window=rule.tiles * rule.block, sinks=rule.sinks,
             soft=rule.softmax, offset=offset, far_scale=far_scale, normaliser=rule.normaliser,
+            real=lengths, in_place=in_place,
         )  # fmt: skip
     return o.to(v.dtype), PolySketchState(S, *buffers, state.log_gate, sink_k, sink_v, seen)
 
