@@ -3,6 +3,8 @@
 import gc
 import itertools
 import json
+import shutil
+import weakref
 
 import pytest
 import torch
@@ -310,6 +312,8 @@ def test_a_run_in_stages_goes_on_bit_for_bit_from_any_step(here, alone, capsys):
     assert "step     3/6   stage 2/3 distil   768 tok   loss" in said
     for step in range(1, 6):
         perform(half(here, f"half-{step}", recipe, step))
+        if step == 3:  # as if it had ended after the second stage began, but before a checkpoint of it
+            shutil.rmtree(here / "half-3/checkpoints/step-00000003")
         loop.train(parse_recipe(recipe), here / f"half-{step}", resume="auto")
         assert_same_run(here / f"half-{step}", here / "whole")
         assert begun(here / f"half-{step}") == begun(here / "whole")
@@ -368,6 +372,16 @@ def test_a_stage_that_is_over_leaves_no_memory_behind(here, alone, zero):
         assert built.engine.step(first_batch(here, recipe, micro=2), lr=1e-3).applied
         held.append(tensor_bytes())
     assert held[2] - held[1] < 0.05 * 4 * count(built.engine.model.parameters()), held
+
+
+def test_a_teacher_is_let_go_where_no_stage_needs_it(here, alone):
+    built = stages.Stages(parse_recipe(staged(here, [ALIGN, DISTIL, PLAIN])), alone, here / "start", 0)
+    teacher = weakref.ref(built._teacher)
+    built.advance()
+    assert built._teacher is teacher()
+    assert teacher() is not None
+    built.advance()
+    assert teacher() is None
 
 
 NO_TEACHER = {

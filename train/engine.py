@@ -340,6 +340,7 @@ class Engine:
             p.ds_tensor.data = p.data = torch.empty(0, device=p.device)
         for optimizer in (self._engine.optimizer, self._engine.basic_optimizer):
             vars(optimizer).clear()
+        self._engine.optimizer = None  # or the engine would end it again when Python does
 
     def close(self) -> None:
         """Give the memory back; the engine is of no use afterwards."""

@@ -82,16 +82,20 @@ def summed_distillation(
 
     def part(h: torch.Tensor, taught: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            target = F.log_softmax(teacher_head(taught).float() / temperature, dim=-1)
+            target = _log_softmax(teacher_head(taught).float(), temperature)
         logits = head(h).float()
         log_p = F.log_softmax(logits, dim=-1)
-        tempered = log_p if temperature == 1 else F.log_softmax(logits / temperature, dim=-1)
+        tempered = log_p if temperature == 1 else _log_softmax(logits, temperature)
         kl = F.kl_div(tempered, target, reduction="none", log_target=True).sum(-1)
         kl = kl.masked_fill(y == IGNORE, 0.0).sum()
         ce = F.nll_loss(log_p, y, ignore_index=IGNORE, reduction="sum")
         return (1 - weight) * ce + weight * temperature**2 * kl
 
     return _in_chunks(part, chunk, hidden, teacher_hidden, labels)
+
+
+def _log_softmax(logits: torch.Tensor, temperature: float) -> torch.Tensor:
+    return F.log_softmax(logits if temperature == 1 else logits / temperature, dim=-1)
 
 
 def _hidden(model: PreTrainedModel, input_ids: torch.Tensor, cu_seqlens: torch.Tensor | None) -> torch.Tensor:
