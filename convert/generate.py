@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import os
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
@@ -28,9 +29,10 @@ from transformers import (
 from transformers.generation.streamers import BaseStreamer
 
 from unsoftmax.convert.cache import StateCache, StateLayer, map_state
-from unsoftmax.convert.load import load, named_device, named_dtype
+from unsoftmax.convert.load import CONVERTED_TYPES, load, named_device, named_dtype, read_config
 from unsoftmax.convert.load import tokenizer as load_tokenizer
 from unsoftmax.convert.model import ConvertedForCausalLM
+from unsoftmax.kernels.mixer import Owned
 
 PIECE = 8192  # tokens of a prompt at once
 LOOK_EVERY = 16  # steps between two looks at whether every row has ended, where nobody reads along
@@ -90,7 +92,8 @@ def generate(
         ValueError: values out of range, a model that is not converted, or graph=True where there can be none.
     """
     rule = _rule(temperature, top_k, top_p)
-    why_no_graph = _check(model, input_ids, max_new_tokens, piece, stop, tokenizer)
+    _check_values(max_new_tokens, seed, stop, piece)
+    why_no_graph = _check(model, input_ids, stop, tokenizer)
     if graph and why_no_graph:
         raise ValueError(f"graph=True: {why_no_graph}; leave graph out")
     ids, mask = _padding_first(input_ids.to(model.device), attention_mask)
@@ -145,6 +148,7 @@ class _Steps:
         self.ends, self.pad, self.token, self.real = ends, pad, token, real
         self.ended = torch.zeros_like(real)
         self.may_graph, self.fuses, self.some_end_early, self.graph = False, False, True, None
+        self.owns: list[bool] = []  # layers whose state a graph changes in place
 
     def allow(self, graph: bool, fuse: bool, some_end_early: bool) -> None:
         """Whether steps may be a graph, fused, and whether rows may end before the loop does."""
@@ -176,8 +180,11 @@ class _Steps:
         cache, real = self.cache, self.real
         if cache.seen is None:  # positions have to be counted on the device
             cache.seen = torch.full((len(real),), cache.get_seq_length(), device=real.device)
-        for layer in cache.layers:
-            layer.state = map_state(layer.state, torch.clone)
+        self.owns = []
+        for layer, block in zip(cache.layers, self.model.model.layers):
+            owned = block.self_attn.own(layer.state)
+            self.owns.append(owned is not None)
+            layer.state = map_state(layer.state, torch.clone) if owned is None else owned
         cache.seen = cache.seen.clone()
         before = [(layer.state, layer.tokens) for layer in cache.layers], cache.seen
         held = [*tensors_of(cache), cache.seen]
@@ -185,24 +192,28 @@ class _Steps:
         if self.generator is not None:
             graph.register_generator_state(self.generator)
         with _fused(self.model) if self.fuses else contextlib.nullcontext():
-            if self.fuses:  # what is compiled runs once outside of the graph
-                self._mix()
+            if self.fuses or any(self.owns):  # what is compiled runs once outside of the graph
+                self._mix(torch.zeros_like(real))
                 _put_back(cache, *before)
             torch.cuda.synchronize()
             with torch.cuda.graph(graph):
-                logits = self._mix()
+                logits = self._mix(real)
                 new = [*tensors_of(cache), cache.seen]
+                copied = [(old, x) for old, x in zip(held, new) if old is not x]
                 if self.some_end_early:
-                    for old, x in zip(held, new):
+                    for old, x in copied:
                         torch.where(real.view(-1, *(1 for _ in x.shape[1:])), x, old, out=old)
                 else:
-                    torch._foreach_copy_(held, new)
+                    torch._foreach_copy_(*map(list, zip(*copied)))
                 self._next(logits)
         _put_back(cache, *before)
         self.graph = graph
 
-    def _mix(self) -> torch.Tensor:
-        """Logits [B, V] after the token, every row's taken as real."""
+    def _mix(self, real: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] after the token, every row's taken as real but where a state is changed in place."""
+        for layer, owned in zip(self.cache.layers, self.owns):
+            if owned:
+                layer.state = Owned(layer.state, real)
         out = self.model(self.token[:, None], cache=self.cache, use_cache=True)
         return out.logits[:, -1]
 
@@ -285,7 +296,17 @@ def _rule(temperature: float, top_k: int | None, top_p: float | None) -> LogitsP
     return rule
 
 
-def _check(model, input_ids, max_new_tokens: int, piece: int, stop, tokenizer) -> str:
+def _check_values(max_new_tokens: int, seed: int, stop: Sequence[str], piece: int = PIECE) -> None:
+    for name, value in (("max_new_tokens", max_new_tokens), ("piece", piece)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1, such as 128")
+    if not 0 <= seed < 2**63:
+        raise ValueError(f"seed is {seed}; it must be from 0 to 2^63 - 1, such as 0")
+    if isinstance(stop, str) or not all(stop):
+        raise ValueError(f"stop is {stop!r}; it must be texts of at least one character, such as ['END']")
+
+
+def _check(model, input_ids, stop, tokenizer) -> str:
     """Raise what the caller has to mend; returns why there can be no graph, or nothing."""
     if not isinstance(model, ConvertedForCausalLM):
         raise ValueError(f"{type(model).__name__} is not a converted model; its own generate() works")
@@ -293,9 +314,6 @@ def _check(model, input_ids, max_new_tokens: int, piece: int, stop, tokenizer) -
         raise ValueError(
             f"input_ids is {list(input_ids.shape)}; it must be [rows, tokens], of at least one each"
         )
-    for name, value in (("max_new_tokens", max_new_tokens), ("piece", piece)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
     if stop and tokenizer is None:
         raise ValueError("stop is a list of texts; give the tokenizer too")
     if model.device.type != "cuda":
@@ -357,6 +375,15 @@ def generate_text(
     at the end. The rest: see generate, and convert.load.load.
     """
     device = named_device(device)
+    _check_flags(temperature, top_k, top_p, max_new_tokens, seed, stop)
+    if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
+        raise ValueError("--prompt is not text in UTF-8; write it in UTF-8")
+    if not os.path.isdir(checkpoint):
+        say(f"{checkpoint}: no folder of that name; asking the hub")
+    if read_config(checkpoint).model_type not in CONVERTED_TYPES:
+        raise ValueError(
+            f"{checkpoint} is not converted; to do so: convert-checkpoint {checkpoint} OUT --recipe RECIPE"
+        )
     words = load_tokenizer(checkpoint)
     if chat and words.chat_template is None:
         raise ValueError(f"--chat: the tokenizer of {checkpoint} has no chat template; leave --chat out")
@@ -389,6 +416,17 @@ def generate_text(
         f"{1e3 * each:.1f} ms each; memory of all of them: {held / 2**20:.1f} MiB"
     )
     return str(words.decode(found.tokens[0], skip_special_tokens=True))
+
+
+def _check_flags(temperature, top_k, top_p, max_new_tokens: int, seed: int, stop: Sequence[str]) -> None:
+    """Before anything is loaded; options by the names that are typed."""
+    try:
+        _rule(temperature, top_k, top_p)
+        _check_values(max_new_tokens, seed, stop)
+    except ValueError as error:
+        names = r"\b(temperature|top_k|top_p|max_new_tokens|seed|stop)\b"
+        said = re.sub(names, lambda m: "--" + m[0].replace("_", "-"), str(error))
+        raise ValueError(said) from None
 
 
 class _Timed(TextStreamer):

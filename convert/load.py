@@ -78,6 +78,7 @@ def load(
 
 def tokenizer(path: str | os.PathLike) -> PreTrainedTokenizerBase:
     """The tokenizer in a checkpoint's folder or under its hub id. Raises ValueError if there is none."""
+    _folder_or_hub_id(path)
     try:
         return AutoTokenizer.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
@@ -110,11 +111,18 @@ def named_dtype(dtype: str | torch.dtype | None, device: str) -> torch.dtype:
 
 def read_config(path: str | os.PathLike) -> PreTrainedConfig:
     """The config in a folder or under a hub id. Raises ValueError if there is none or it cannot be read."""
+    _folder_or_hub_id(path)
     try:
         return AutoConfig.from_pretrained(path)
     except (OSError, ValueError, KeyError) as error:
         again = f". {CONVERT_AGAIN}" if "layer_mixers" in str(error) else ""
         raise ValueError(f"{path} is no checkpoint that can be read: {error}{again}") from error
+
+
+def _folder_or_hub_id(path: str | os.PathLike) -> None:
+    """What is neither is refused at once; the hub's client would try for a while."""
+    if not os.path.isdir(path) and not re.fullmatch(r"[\w.-]+/[\w.-]+", os.fspath(path)):
+        raise ValueError(f"{path}: there is no such folder (and a hub id looks like owner/name)")
 
 
 def new_parameter_names(model: PreTrainedModel) -> set[str]:

@@ -624,7 +624,9 @@ def _build_mixer(tree: Mapping[str, Any], prefix: str) -> MixerChoice:
     rest = {key: value for key, value in tree.items() if key != "name"}
     if name == SOFTMAX:
         if rest:
-            raise ValueError(f"{prefix}{next(iter(rest))}: softmax has no options")
+            more = f"{prefix}{next(iter(rest))}"
+            whole = f"{prefix[:-1]} to {{name: softmax}}" if prefix else "nothing beside the name"
+            raise ValueError(f"{more}: softmax has no options; set {whole}")
         return MixerChoice(SOFTMAX)
     options = MIXERS[name].Options
     for key in rest:

@@ -195,7 +195,13 @@ def test_the_command_reads_its_prompt_from_a_pipe(folder, capsys, monkeypatch):
     ("words", "said"),
     [
         (["--chat"], "has no chat template; leave --chat out"),
-        (["--temperature", "-1"], "temperature is -1.0; it must be 0 or more"),
+        (["--temperature", "-1"], "--temperature is -1.0; it must be 0 or more"),
+        (["--top-k", "5"], "--top-k and --top-p choose among drawn tokens; give a --temperature too"),
+        (["--max-new-tokens", "0"], "--max-new-tokens is 0; it must be at least 1"),
+        (["--seed", "-1"], "--seed is -1; it must be from 0 to 2^63 - 1"),
+        (["--seed", str(2**63)], "it must be from 0 to 2^63 - 1"),
+        (["--stop", ""], "--stop is ['']; it must be texts of at least one character"),
+        (["--prompt", "caf\udce9"], "--prompt is not text in UTF-8"),
         (["--device", "tpu"], "--device is 'tpu'; it must be cpu, cuda or cuda:N"),
         (["--dtype", "int4"], "--dtype is 'int4'; it must be one of"),
     ],
@@ -209,7 +215,12 @@ def test_the_command_refuses_an_empty_prompt_and_a_source(folder, capsys):
     assert main(["generate", str(folder), "--prompt", ""]) == 2
     assert main(["generate", str(folder.parent / "source"), "--prompt", "Once"]) == 2
     told = capsys.readouterr().err
-    assert "--prompt '' has no tokens" in told and "is not a converted model" in told
+    assert "--prompt '' has no tokens" in told and "source is not converted; to do so: convert-checkpoint " in told
+
+
+def test_what_is_no_folder_and_no_hub_id_is_refused_at_once(capsys):
+    assert main(["generate", "nosuch", "--prompt", "Once"]) == 2
+    assert "nosuch: there is no such folder (and a hub id looks like owner/name)" in capsys.readouterr().err
 
 
 # --- on a GPU

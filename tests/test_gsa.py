@@ -380,6 +380,7 @@ BAD_OPTIONS = {
     "sinks": {"sinks": -1},
     "leaves no slot": {"num_slots": (60, 4), "sinks": 4},
     "recent is 0": {"recent": 0},
+    "leaves 60 slots beside mixer.sinks 4; fewer, such as 8": {"recent": 61},
     "mixer.start 'paper' has": {"start": "paper", "recent": 4},
     "one num_slots": {"start": "paper", "num_slots": (4, 4)},
 }

@@ -71,6 +71,12 @@ class GSAOptions(MixerOptions):
                 f"mixer.num_slots is {shown}, which leaves no slot beside mixer.sinks {self.sinks}; "
                 f"at least {self.sinks + 1} would"
             )
+        left = max(self.each) - self.sinks
+        if isinstance(self.num_slots, int) and self.recent is not None and self.recent > left:
+            raise ValueError(
+                f"mixer.recent is {self.recent}, and mixer.num_slots {shown} leaves {left} slots beside "
+                f"mixer.sinks {self.sinks}; fewer, such as {min(8, left)}, let tokens stay by importance"
+            )
 
     @property
     def each(self) -> tuple[int, ...]:
