@@ -1,6 +1,6 @@
 """PolySketch's Triton kernels on a GPU: right in every dtype and shape, and how fast, beside softmax.
 
-    PYTHONPATH=src python benchmarks/check_polysketch.py [--out DIR] [--quick] [--limit SECONDS]
+    PYTHONPATH=src python benchmarks/check_polysketch.py [--out DIR] [--quick | --decode] [--limit SECONDS]
 
 First every case against a dense float64 oracle, in several processes, a line as each ends; they also compile
 what is timed. Then whole operations at Mistral-7B's shape, the learned sketch, decoding, torch's softmax
@@ -33,8 +33,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from unsoftmax.kernels.polysketch import triton_block as block_kernels
 from unsoftmax.kernels.polysketch import triton_sketch as sketch_kernels
-from unsoftmax.kernels.polysketch.chunked import polysketch
-from unsoftmax.kernels.polysketch.sketch import LearnedSketch, append
+from unsoftmax.kernels.polysketch import triton_step as step_kernels
+from unsoftmax.kernels.polysketch.chunked import PolySketchState, polysketch
+from unsoftmax.kernels.polysketch.sketch import LearnedSketch, append, num_features
 from unsoftmax.kernels.polysketch.triton_block import Plan, Tiles, plan
 from unsoftmax.kernels.polysketch.triton_sketch import sketch_triton
 
@@ -604,35 +605,157 @@ def row(result, name, run, leaves) -> None:
     print(f"{name:36s} {forward:8.3f} {step:8.3f} {peak:8.0f} MiB", flush=True)
 
 
-def decoding(result: dict) -> Iterator[None]:
-    for r, B in ((32, 1), (32, 64), (64, 64)):
+class Step(NamedTuple):
+    """One step of decoding at Mistral's shape: how the state is given, and how the work is cut."""
+
+    r: int
+    local: str
+    rows: int
+    in_place: bool
+    cut: tuple | None = None  # None: as shipped
+    aligned: bool = True  # whether rows of S start so that 16 bytes can be read at a time
+
+    @property
+    def name(self) -> str:
+        form = ("in place" if self.in_place else "written anew") + ("" if self.aligned else ", not aligned")
+        return f"r {self.r} {self.local} {self.rows} rows {form} {self.cut or 'shipped'}"
+
+
+CUTS = {  # features, columns, tiles of keys, warps, warps of _finish; by rows
+    1: ((64, 64, 1, 4, 4), (32, 32, 1, 4, 2), (128, 32, 1, 8, 4)),
+    8: ((64, 64, 1, 4, 4), (64, 128, 1, 8, 4), (128, 128, 1, 8, 2)),
+    64: ((64, 128, 2, 4, 4), (64, 64, 2, 4, 2), (128, 128, 2, 8, 4)),
+}
+
+
+def steps(quick: bool) -> list[Step]:
+    """What is timed, the most wanted first."""
+    found = []
+    for rows in (1, 64, 8):
+        for local in ("softmax", "power"):
+            for r in (32, 64, 16):
+                found += [Step(r, local, rows, True), Step(r, local, rows, False)]
+    if quick:
+        return [step for step in found if step.rows != 8 and step.local == "softmax" and step.r != 16]
+    for rows, cuts in CUTS.items():
+        for local, r in (("softmax", 32), ("power", 32), ("softmax", 64)):
+            found += [Step(r, local, rows, True, by) for by in cuts]
+        found.append(Step(32, "softmax", rows, True, None, False))
+    return found
+
+
+def step_tensors(step: Step, phase: float = 0.5):
+    """A token, a state whose open block is so full, and the rule."""
+    block, window, sinks = SOFT if step.local == "softmax" else (256, 256, 0)
+    B, H, D, E = step.rows, MISTRAL["H"], MISTRAL["D"], MISTRAL["E"]
+    token = inputs(B, 1, r=step.r, dtype=torch.bfloat16, **MISTRAL)
+    _, k, v, _, phi = inputs(B, window, r=step.r, dtype=torch.bfloat16, **MISTRAL)
+    S = torch.rand(B, H, num_features(step.r), E + 1, device="cuda")
+    seen = torch.full((B,), 4 * block + int(phase * (block - 1)), device="cuda")
+    log_gate = torch.zeros(B, window, H, device="cuda")
+    seats = [x[:, :sinks].contiguous() for x in (k, v)]
+    state = PolySketchState(S, k, v, phi, log_gate, *seats, seen)
+    if step.in_place and step.aligned:
+        state = state._replace(S=step_kernels.own(S))
+    rule = {"local": step.local, "block": block, "window": window, "sinks": sinks, "backend": "triton"}
+    near = sinks + window - block / 2
+    size = S.nbytes + near * B * H * (D + E) * 2
+    if not step.in_place:
+        size += sum(x.nbytes for x in state if x is not log_gate) + (k.nbytes + v.nbytes) * (
+            1 - near / window
+        )
+    return token, state, rule, size
+
+
+def step_run(step: Step, phase: float = 0.5, again: bool = False):
+    """A function that takes the step, and the bytes it has to move; again: always at the same place."""
+    token, state, rule, size = step_tensors(step, phase)
+    rule["in_place"] = torch.ones(step.rows, dtype=torch.bool, device="cuda") if step.in_place else None
+    start = state.seen.clone()
+
+    def run():
+        shipped = step_kernels.cut
+        if step.cut is not None:
+            step_kernels.cut = lambda *sizes: step_kernels.Cut(*step.cut)
+        if again:
+            state.seen.copy_(start)
+        with torch.no_grad():
+            found = polysketch(*token, state=state, **rule)
+        step_kernels.cut = shipped
+        return found
+
+    return run, size
+
+
+def step_time(step: Step, phase: float = 0.5, again: bool = False) -> tuple[float, float]:
+    """Microseconds in a CUDA graph, and bytes."""
+    run, size = step_run(step, phase, again)
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return 1e3 * bench(graph.replay, rep=40), size
+
+
+def decoding(result: dict, quick: bool = True) -> Iterator[None]:
+    """Prints a line a step. Medians leave out the ends of blocks; what a step takes there stands last."""
+    print(
+        "decode: us in a CUDA graph; its bytes at 4.26 TB/s; TB/s; where a block ends in every row",
+        flush=True,
+    )
+    for step in steps(quick):
         try:
-            decode(result, r, B)
+            wall, size = step_time(step)
+            line = f"{step.name:58s} {wall:8.1f} {size / 4.26e6:8.1f} {size / wall / 1e6:6.2f}"
+            result[f"decode {step.name}"] = found = {"us": wall, "bytes": size}
+            if step.in_place and step.cut is None:
+                found["end"] = step_time(step, 1.0, again=True)[0]
+                line += f" {found['end']:8.1f}"
+            print(line, flush=True)
         except Exception as error:
-            print(f"decode r {r} B {B}: {type(error).__name__} {str(error)[:300]}", flush=True)
+            print(f"decode {step.name}: {type(error).__name__} {str(error)[:300]}", flush=True)
         yield
 
 
-def decode(result: dict, r: int, B: int) -> None:
-    """One step of B documents in a CUDA graph, and what its bytes take at 4.26 TB/s."""
-    tensors = inputs(B, 512, r=r, dtype=torch.bfloat16, **MISTRAL)
-    block, window, sinks, _, _ = [*SOFT, 1, 4]
-    rule = {"local": "softmax", "block": block, "window": window, "sinks": sinks, "backend": "triton"}
+def steps_in_place(r: int, local: str, dtype: torch.dtype) -> list[str]:
+    """Seventy tokens in place, rows at different ages and some asleep, beside the block algorithm in float64;
+    and the last as a graph."""
+    block, window, sinks = SOFT if local == "softmax" else (64, 64, 0)
+    rule = {"local": local, "block": block, "window": window, "sinks": sinks}
+    tensors = inputs(3, 400, r=r, dtype=dtype, **MISTRAL)
+    ages = torch.tensor([290, 261, 3], device="cuda")
+    _, state = polysketch(*(x[:, :300] for x in tensors), lengths=ages, backend="torch", **rule)
+    mine = state._replace(S=step_kernels.own(state.S), **{
+        name: x.clone() for name, x in state._asdict().items() if name != "S"
+    })  # fmt: skip
+    gold = type(state)(*(x.double() if x.is_floating_point() else x for x in state))
+    kept = [x.clone() for x in state]
+    token, real = [x[:, :1].clone() for x in tensors], torch.ones(3, dtype=torch.bool, device="cuda")
     with torch.no_grad():
-        _, state = polysketch(*tensors, **rule)
-        token = [x[:, :1].contiguous() for x in tensors]
-
-        def run():
-            return polysketch(*token, state=state, **rule)
-
-        run()
+        asleep = mine._replace(seen=mine.seen.clone())
+        polysketch(*token, state=asleep, in_place=~real, backend="triton", **rule)
+        if not all(torch.equal(a, b) for a, b in zip(asleep, state)):
+            return ["rows asleep were changed"]
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
-            run()
-        wall, eager = bench(graph.replay), bench(run)
-    size = 2 * sum(x.nbytes for x in state)  # read, and written anew
-    result[f"decode r {r} B {B}"] = {"graph": wall, "eager": eager, "bytes": size}
-    print(f"decode r {r} B {B}: graph {wall:.4f}, eager {eager:.4f}, bytes' {size / 4.26e9:.4f}", flush=True)
+            o, _ = polysketch(*token, state=mine, in_place=real, backend="triton", **rule)
+        for t in range(70):
+            for x, whole in zip(token, tensors):
+                x.copy_(whole[:, 300 + t, None])
+            real[1] = t % 9 != 4
+            graph.replay()
+            exact, after = polysketch(*(x.double() for x in token), state=gold, backend="torch", **rule)
+            change = [real.view(-1, *(1,) * (x.dim() - 1)) for x in gold]
+            gold = type(gold)(*(torch.where(c, a, b) for c, a, b in zip(change, after, gold)))
+            exact = exact.where(real[:, None, None, None], 0)
+            pairs = {"o": (o, exact), "S": (mine.S, gold.S)}
+            errors = {name: ((a - b).norm() / b.norm()).item() for name, (a, b) in pairs.items()}
+            wrong = [f"{n} off by {error:.1e}" for n, error in errors.items() if not error <= CAPS[dtype]]
+            if not all(torch.equal(a.double(), b.double()) for a, b in zip(mine[1:], gold[1:])):
+                wrong.append("the buffers differ")
+            if wrong:
+                return [f"token {t}: {', '.join(wrong)}"]
+    return [] if all(torch.equal(a, b) for a, b in zip(state, kept)) else ["the state given was changed"]
 
 
 def sketch_runners(T: int, r: int) -> dict:
@@ -664,8 +787,28 @@ class Job(NamedTuple):
     run: Callable[[], list[str] | None]
 
 
-def jobs(quick: bool, tiles: bool) -> list[Job]:
+def jobs(quick: bool, tiles: bool, only_decode: bool = False) -> list[Job]:
     """What all processes do, in this order: the same list in each."""
+    found = decode_jobs(not only_decode)
+    return found if only_decode else [*other_jobs(quick, tiles), *found]
+
+
+def decode_jobs(quick: bool) -> list[Job]:
+    found = []
+    for dtype in reversed(CAPS):
+        name = str(dtype).removeprefix("torch.")
+        for local in ("power", "softmax"):
+            run = functools.partial(more_tokens, local, dtype, False)
+            found.append(Job(f"step {local} {name}", run))
+            for r in (32,) if quick else (32, 16, 64):
+                run = functools.partial(steps_in_place, r, local, dtype)
+                found.append(Job(f"in place r {r} {local} {name}", run))
+    for step in steps(quick):
+        found.append(Job(f"compile {step.name}", lambda step=step: step_run(step)[0]() and []))
+    return found
+
+
+def other_jobs(quick: bool, tiles: bool) -> list[Job]:
     names = {dtype: str(dtype).removeprefix("torch.") for dtype in CAPS}
     found = []
     for dtype in reversed(CAPS):  # float32 takes longest to compile
@@ -677,11 +820,10 @@ def jobs(quick: bool, tiles: bool) -> list[Job]:
     for local in ("power", "softmax"):
         found.append(Job(f"packed {local}", functools.partial(packed_document, local)))
     found += [Job(f"sketch {names[dtype]}", functools.partial(check_sketch, dtype)) for dtype in CAPS]
-    for several in (False, True):
-        for local in ("power", "softmax"):
-            for dtype in reversed(CAPS):
-                name = f"{'continued' if several else 'step'} {local} {names[dtype]}"
-                found.append(Job(name, functools.partial(more_tokens, local, dtype, several)))
+    for local in ("power", "softmax"):
+        for dtype in reversed(CAPS):
+            run = functools.partial(more_tokens, local, dtype, True)
+            found.append(Job(f"continued {local} {names[dtype]}", run))
 
     def compiled(name: str, run: Callable[[], object]) -> None:
         found.append(Job(f"compile {name}", lambda: run() and []))
@@ -693,8 +835,6 @@ def jobs(quick: bool, tiles: bool) -> list[Job]:
             compiled(f"r {r} softmax", lambda r=r: once(*windowed(r, 2560)))
     compiled("packed", lambda: once(*windowed(32, 2560, 160)))
     compiled("with sketch", lambda: once(*sketched(32, 2560)["with sketch"]))
-    for r in (32, 64):
-        compiled(f"decode r {r}", lambda r=r: decode({}, r, 1))
     if quick:
         shipped = plan(torch.bfloat16, 128)._asdict()
         for soft, kernel, cut in ((a, b, c) for a in TRIED for b in TRIED[a] for c in TRIED[a][b]):
@@ -727,9 +867,9 @@ def tile(kernel: str, cut: tuple, near: tuple[bool, ...] = (False, True)) -> Non
             launch[kernel](Tiles(*cut))
 
 
-def work(claims: Path, quick: bool, tiles: bool) -> None:
+def work(claims: Path, *chosen: bool) -> None:
     """Does what no other process has claimed in a folder, and leaves there what was wrong and the seconds."""
-    for index, job in enumerate(jobs(quick, tiles)):
+    for index, job in enumerate(jobs(*chosen)):
         mine = claims / str(index)
         try:
             mine.mkdir()
@@ -767,8 +907,12 @@ class Clock:
 
 def checked(arguments: argparse.Namespace, clock: Clock) -> dict:
     """Runs all jobs in processes, printing what each finds; those that take too long are stopped."""
-    todo = jobs(arguments.quick, not arguments.no_variants)
-    flags = [f"--{name}" for name in ("quick", "no-variants") if getattr(arguments, name.replace("-", "_"))]
+    todo = jobs(arguments.quick, not arguments.no_variants, arguments.decode)
+    flags = [
+        f"--{name}"
+        for name in ("quick", "no-variants", "decode")
+        if getattr(arguments, name.replace("-", "_"))
+    ]
     told: dict[int, list] = {}
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, __file__, "--work", folder, *flags]
@@ -810,6 +954,9 @@ def checked(arguments: argparse.Namespace, clock: Clock) -> dict:
 
 
 def timed(result: dict, arguments: argparse.Namespace) -> Iterator[object]:
+    if arguments.decode:
+        yield from decoding(result, quick=False)
+        return
     if not arguments.no_variants:
         fastest = variants(result)
         print(f"fastest: {fastest}", flush=True)
@@ -837,6 +984,7 @@ def main() -> None:
     )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--quick", action="store_true", help="few cases and shapes, no variants")
+    parser.add_argument("--decode", action="store_true", help="only decoding, and its launches side by side")
     parser.add_argument("--no-variants", action="store_true", help="only the shipped tiles")
     parser.add_argument("--processes", type=int, default=16)
     parser.add_argument("--limit", type=float, metavar="SECONDS", help="stop after so long (never)")
@@ -844,7 +992,7 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.no_variants |= arguments.quick
     if arguments.work is not None:
-        return work(arguments.work, arguments.quick, not arguments.no_variants)
+        return work(arguments.work, arguments.quick, not arguments.no_variants, arguments.decode)
     clock, result = Clock(arguments.limit), {}
 
     def stop() -> None:  # whatever the main thread waits for

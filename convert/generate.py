@@ -204,7 +204,7 @@ class _Steps:
                     for old, x in copied:
                         torch.where(real.view(-1, *(1 for _ in x.shape[1:])), x, old, out=old)
                 else:
-                    torch._foreach_copy_(*map(list, zip(*copied)))
+                    torch._foreach_copy_([old for old, _ in copied], [x for _, x in copied])
                 self._next(logits)
         _put_back(cache, *before)
         self.graph = graph

@@ -130,6 +130,16 @@ class MixerOptions:
         return 0
 
 
+class Owned(NamedTuple):
+    """A state from `Mixer.own` that `forward`, given one token a row, may change in place where real [B].
+
+    It returns the same tensors, or a new state whose rows that are not real are nobody's.
+    """
+
+    state: Any
+    real: torch.Tensor
+
+
 class Mixer(nn.Module):
     """One attention layer: the source's four projections, and whatever the mixer adds to them.
 
@@ -185,6 +195,10 @@ class Mixer(nn.Module):
         """
         return {}
 
+    def own(self, state: Any) -> Any:
+        """A copy of a state for `Owned`; None from a mixer that never changes one in place."""
+        return None
+
     def forward(
         self,
         x: torch.Tensor,
@@ -203,7 +217,8 @@ class Mixer(nn.Module):
             mask: [B, T] bool, True where the token is real; None means all are. Masked tokens leave no trace
                 in other outputs nor in the state; their own output is finite and means nothing.
             cu_seqlens: [N + 1], documents packed in one row (B = 1); excludes mask and state.
-            state: what an earlier call returned; None starts empty. Never changed in place.
+            state: what an earlier call returned; None starts empty. Never changed in place unless Owned,
+                which only mixers with `own` take.
             keep_state: also return the state after the last token.
 
         Returns:

@@ -121,10 +121,11 @@ def polysketch() -> Iterator[Job]:
     )
     absences = ("table", "places", "first_span")  # documents packed in a row
     singles += ("sink_dk", "sink_dv", "totals", "dW", "dbias", "slopes", "dfactor", "dlast", "dmean", "dtilt")
-    singles += ("maps", "factor", "last", "mean", "tilt", "dmaps", "own", "final")
+    singles += ("maps", "factor", "last", "mean", "tilt", "dmaps", "own", "final", "stats", "S_after")
     numbers = dict.fromkeys(("T", "n", "steps", "spans", "parts", "segments", "SIZE"), "i32")
     numbers |= dict.fromkeys(("N", "size", "count"), "i32") | dict.fromkeys(("ends", "firsts"), "*i32")
-    numbers |= {"cu": "*i64", "normaliser": "fp32", "seen": "*i64", "seen_after": "*i64", "S_after": "*fp32"}
+    numbers |= {"cu": "*i64", "normaliser": "fp32", "real": "*i32"}
+    numbers |= dict.fromkeys(("seen", "seen_after", "begun"), "*i64")
     powers, softmax = [256, 256, 0, 0, 4], [32, 64, 4, 1, 4]
     for HQ, H, D, dtype, rule in (
         (32, 8, 128, torch.bfloat16, powers),
@@ -152,8 +153,12 @@ def polysketch() -> Iterator[Job]:
             ("_programs", {"BN": 1024, "BP": 256}),
         ):
             kernels[name] = (getattr(ops, name), more | {"num_warps": 4, "num_stages": 3}, None)
-        one = (x[:, 0] for x in (q, k, k, phi))
-        kernels["_step"] = (triton_step._step, triton_step._options(*one, rule), None)
+        for batch, in_place in ((1, True), (64, True), (1, False)):
+            token = (x[:, 0].expand(batch, -1, -1) for x in (q, k, k, phi))
+            step = triton_step.launches(*token, rule, D + 4 if in_place else D + 1, not in_place)
+            form = f"rows {batch}{' in place' if in_place else ''}"
+            kernels[f"_parts {form}"] = (triton_step._parts, step.parts, None)
+            kernels[f"_finish {form}"] = (triton_step._finish, step.finish, None)
         if s.sinks:
             more = {"STACK": stack, "SPAN": ops.SPAN, "BM": rows}
             kernels["_sinks"] = (ops._sinks, s.exact_tiles(cut.sinks) | more, cut.sinks)
@@ -174,7 +179,7 @@ def polysketch() -> Iterator[Job]:
                 del fixed["table" if name == "_starts" else "places"]
             types = {n: "*fp32" if n in singles else f"*{NAMES[dtype]}" for n in names} | numbers
             types |= dict.fromkeys({"H", "E", "F"} - fixed.keys(), "i32")
-            types |= {"S": "*fp32"} if name == "_step" else {}
+            types |= {"S": "*fp32", "parts": "*fp32"} if name.startswith(("_parts", "_finish")) else {}
             types |= dict.fromkeys(("table", "places"), "*i32")
             yield f"{name} {rule} {NAMES[dtype]}", kernel, types, fixed, options
 

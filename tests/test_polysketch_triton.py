@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from tolerance import assert_as_good_as
-from unsoftmax.kernels.mixer import AttentionShape
-from unsoftmax.kernels.polysketch.chunked import polysketch
+from unsoftmax.kernels.mixer import AttentionShape, Owned, Rotary
+from unsoftmax.kernels.polysketch.chunked import PolySketchState, polysketch
 from unsoftmax.kernels.polysketch.layer import PolySketchAttention, PolySketchOptions
 from unsoftmax.kernels.polysketch.reference import polysketch_reference
 from unsoftmax.kernels.polysketch.sketch import LearnedSketch, append
 
 pytest.importorskip("triton")
-from unsoftmax.kernels.polysketch import triton_block
+from unsoftmax.kernels.polysketch import triton_block, triton_step
 from unsoftmax.kernels.polysketch.triton_sketch import sketch_triton
+from unsoftmax.kernels.polysketch.triton_step import own
 
 SMALL = {  # B, T, HQ, H, D, E, r, block
     "one token": (1, 1, 2, 1, 16, 16, 16, 16),
@@ -207,6 +208,134 @@ def test_more_tokens_equal_the_definition_and_leave_the_same_state(rule, several
         exact, gold = run(torch.float64, "torch", t, stop, gold, lengths)
         assert_as_good_as("o", ours, other, exact)
         same_state(mine, plain, gold)
+
+
+def aged(sizes, before, rule, device, extra=0):
+    """Inputs of some tokens to come, and the state of rows that have seen `before` tokens."""
+    B, *rest = sizes
+    tensors = [x.float() for x in case((B, max(before) + extra, *rest), device=device)]
+    seen = torch.tensor(before, device=device)
+    _, state = polysketch(*(x[:, : max(before)] for x in tensors), lengths=seen, backend="torch", **rule)
+    return [x[:, max(before) :] for x in tensors], state
+
+
+def owned(state):
+    rest = (x.clone() for x in state[1:])
+    return PolySketchState(own(state.S), *rest)
+
+
+IN_PLACE = {  # HQ, H, D, E, r, block; tokens before; rule
+    "powers": ((3, 1, 16, 24, 8, 16), (7, 46), {"local": "power"}),
+    "powers in a window with sinks": (
+        (2, 2, 20, 40, 8, 16),
+        (0, 46),
+        {"window": 48, "sinks": 3, "degree": 2},
+    ),
+    "softmax": ((2, 1, 16, 16, 8, 16), (2, 63), {"window": 32, "sinks": 4, "local": "softmax"}),
+}
+
+
+@pytest.fixture
+def few_parts(request, monkeypatch):
+    """Interpreted programs take long."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(triton_step, "cut", lambda *sizes: triton_step.Cut(64, 32, 2, warps=4))
+
+
+@pytest.mark.usefixtures("few_parts")
+@pytest.mark.parametrize("which", IN_PLACE.values(), ids=IN_PLACE)
+def test_a_state_changed_in_place_is_the_state_written_anew(which, device):
+    sizes, before, rule = which
+    rule, steps = {"block": sizes[-1], **rule}, 18
+    tokens, start = aged((2, *sizes), before, rule, device, extra=steps)
+    scale, asleep = torch.randn(2, steps, sizes[0], device=device), {4: 0, 5: 1, 16: 0}
+    mine = held = owned(start)
+    anew, kept = start, [x.clone() for x in start]
+    for t in range(steps):
+        token, more = [x[:, t, None] for x in tokens], {"far_scale": scale[:, t, None], **rule}
+        real = torch.arange(2, device=device) != asleep.get(t, -1)
+        ours, mine = polysketch(*token, state=mine, in_place=real, backend="triton", **more)
+        assert all(a is b for a, b in zip(mine, held))
+        o, anew = polysketch(*token, state=anew, lengths=real.long(), backend="triton", **more)
+        assert torch.equal(ours, o) and not o[~real].any() and o[real].any(-1).all()
+        assert all(torch.equal(a, b) for a, b in zip(mine, anew)), t
+    assert all(torch.equal(a, b) for a, b in zip(start, kept)), "the state given was changed"
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("few_parts")
+def test_600_tokens_in_place_equal_the_block_algorithm(device):
+    sizes, before, rule = IN_PLACE["softmax"]
+    rule = {"block": sizes[-1], **rule}
+    tokens, start = aged((2, *sizes), before, rule, device, extra=600)
+    mine, plain, every = owned(start), start, torch.ones(2, dtype=torch.bool, device=device)
+    gold = PolySketchState(*(x.double() if x.is_floating_point() else x for x in start))
+    outputs = []
+    for t in range(600):
+        token = [x[:, t, None] for x in tokens]
+        o, mine = polysketch(*token, state=mine, in_place=every, backend="triton", **rule)
+        other, plain = polysketch(*token, state=plain, backend="torch", **rule)
+        exact, gold = polysketch(*(x.double() for x in token), state=gold, backend="torch", **rule)
+        outputs.append((o, other, exact))
+    assert_as_good_as("o", *(torch.cat(x, 1) for x in zip(*outputs)))
+    same_state(mine, plain, gold)
+
+
+@pytest.mark.parametrize("chosen", [None, (128, 16, 1), (32, 64, 8)], ids=str)
+def test_a_step_of_many_parts_equals_the_definition(chosen, monkeypatch, device):
+    if chosen:
+        monkeypatch.setattr(triton_step, "cut", lambda *sizes: triton_step.Cut(*chosen, warps=4))
+    rule = {"block": 16, "window": 64, "sinks": 3, "local": "softmax"}
+    tokens, state = aged((1, 2, 1, 16, 40, 48, 16), (95,), rule, device, extra=1)
+    ours, mine = polysketch(*tokens, state=state, backend="triton", **rule)
+    other, plain = polysketch(*tokens, state=state, backend="torch", **rule)
+    gold = PolySketchState(*(x.double() if x.is_floating_point() else x for x in state))
+    exact, gold = polysketch(*(x.double() for x in tokens), state=gold, backend="torch", **rule)
+    assert_as_good_as("o", ours, other, exact)
+    same_state(mine, plain, gold)
+
+
+def test_a_layer_s_own_state_is_apart_from_the_one_given_and_forward_takes_it(device):
+    shape = AttentionShape(hidden_size=32, num_heads=2, num_kv_heads=1, head_dim=16)
+    layer = PolySketchAttention(shape, PolySketchOptions(sketch_size=16, block=16)).to(device)
+    x = torch.randn(2, 41, 32, device=device)
+    turns = torch.randn(2, 41, 16, device=device).chunk(2, -1)[0].repeat(1, 1, 2)
+    rotary = Rotary(turns.cos(), turns.sin())
+    _, state = layer(x[:, :40], rotary=Rotary(*(r[:, :40] for r in rotary)), keep_state=True)
+    kept, mine = [x.clone() for x in state], layer.own(state)
+    assert all(torch.equal(a, b) and a.data_ptr() != b.data_ptr() for a, b in zip(mine, state) if a.numel())
+    last = {"rotary": Rotary(*(r[:, 40:] for r in rotary)), "keep_state": True}
+    every = torch.ones(2, dtype=torch.bool, device=device)
+    with torch.no_grad():
+        y, after = layer(x[:, 40:], state=Owned(mine, every), **last)
+        other, plain = layer(x[:, 40:], state=state, **last)
+    assert torch.allclose(y, other, atol=1e-5)
+    assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(after, plain))
+    assert all(torch.equal(a, b) for a, b in zip(state, kept))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("local", ["power", "softmax"])
+def test_a_graph_of_a_step_in_place_gives_what_steps_give(local, device):
+    window = {"local": local, "window": 64, "sinks": 4}
+    rule = {"block": 32, "backend": "triton", **window}
+    tokens, start = aged((3, 8, 2, 64, 64, 32, 32), (5, 40, 95), {"block": 32, **window}, device, extra=600)
+    mine, anew = owned(start), start
+    token = [x[:, 0, None].clone() for x in tokens]
+    real = torch.tensor([True, True, True], device=device)
+    with torch.no_grad():
+        polysketch(*token, state=owned(start), in_place=real, **rule)  # compiles
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            o, _ = polysketch(*token, state=mine, in_place=real, **rule)
+        for t in range(600):
+            real[1] = t % 7 != 3
+            for x, whole in zip(token, tokens):
+                x.copy_(whole[:, t, None])
+            graph.replay()
+            other, anew = polysketch(*token, state=anew, lengths=real.long(), **rule)
+            assert torch.equal(o, other), t
+    assert all(torch.equal(a, b) for a, b in zip(mine, anew))
 
 
 def test_several_segments_equal_the_definition_and_leave_the_same_state(device):

@@ -41,7 +41,7 @@ except ImportError:  # no triton
 
 SEGMENT = 512  # tokens whose features exist at once
 # What takes the kernels unasked: all of it passed benchmarks/check_polysketch.py on a GPU as it stands.
-PROVEN: tuple[str, ...] = ("training", "packed", "step", "continued")
+PROVEN: tuple[str, ...] = ("training", "packed", "continued")
 
 
 class PolySketchState(NamedTuple):
@@ -109,7 +109,7 @@ def polysketch(
     cu_seqlens: torch.Tensor | None = None,
     lengths: torch.Tensor | None = None,
     keep_state: bool = True,
-    in_place: bool = False,
+    in_place: torch.Tensor | None = None,
     backend: str | None = None,
 ) -> tuple[torch.Tensor, PolySketchState | None]:
     """Attention with exact weights near by and squared sketch products far away, causal.
@@ -136,8 +136,9 @@ def polysketch(
         cu_seqlens: [N + 1], documents packed in one row (B = 1); excludes state and lengths.
         lengths: [B] int64, real tokens of each row; those after them are ignored, and their outputs 0.
         keep_state: whether the state after the last token is wanted.
-        in_place: whether the state given may itself become the one after the last token, for a caller who
-            has no other use for it. Only the kernels' step of one token does so.
+        in_place: [B] bool, for a caller who owns the state (the layer's `own`) and gives one token a row: the
+            kernels then change and return that state, but in rows where this is false, as if they had no
+            token. None, or where no kernel takes the call: a new state, in which each row has its token.
         backend: "triton", "torch", or None: triton for CUDA tensors wherever it can (`why_not_triton`) and is
             PROVEN. The kernels take all operands in q's dtype, and a state, given or returned, carries no
             gradient.
@@ -173,7 +174,7 @@ def polysketch(
         if backend is None and path not in PROVEN:
             reason = f"{path}, which no GPU has proven"
         if reason is None and step:
-            more = (lengths, in_place and keep_state)
+            more = (lengths, in_place)
             o, state = _step_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule, *more)
             return o, state if keep_state else None
         if reason is None and before is not None:
@@ -304,7 +305,7 @@ def _step_on_triton(state, q, k, v, phi_q, phi_k, far_scale, offset, rule, lengt
             *(x.to(q.dtype) for x in (q, k, v, phi_q, phi_k)), parts,
             degree=rule.degree, block=rule.block, window=rule.tiles * rule.block, sinks=rule.sinks,
             soft=rule.softmax, offset=offset, far_scale=far_scale, normaliser=rule.normaliser,
-            real=lengths, in_place=in_place,
+            real=lengths if in_place is None else in_place, in_place=in_place is not None,
         )  # fmt: skip
     return o.to(v.dtype), PolySketchState(S, *buffers, state.log_gate, sink_k, sink_v, seen)
 

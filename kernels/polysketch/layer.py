@@ -19,7 +19,7 @@ from typing import ClassVar
 import torch
 from torch import nn
 
-from unsoftmax.kernels.mixer import AttentionShape, Mixer, MixerOptions, Rotary, packed
+from unsoftmax.kernels.mixer import AttentionShape, Mixer, MixerOptions, Owned, Rotary, packed
 from unsoftmax.kernels.polysketch.chunked import PolySketchState, polysketch
 from unsoftmax.kernels.polysketch.fit import fit
 from unsoftmax.kernels.polysketch.sketch import (
@@ -34,8 +34,9 @@ from unsoftmax.kernels.polysketch.sketch import (
 
 try:
     from unsoftmax.kernels.polysketch.triton_sketch import sketch_triton
+    from unsoftmax.kernels.polysketch.triton_step import own
 except ImportError:  # no triton
-    sketch_triton = None
+    sketch_triton = own = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -159,6 +160,13 @@ class PolySketchAttention(Mixer):
         """Key means, sharpness, the learned sketch and far weights from calibration text; see fit.py."""
         return fit(self, batches)
 
+    def own(self, state: PolySketchState) -> PolySketchState | None:
+        """See Mixer.own."""
+        if own is None:
+            return None
+        rest = (x.clone(memory_format=torch.contiguous_format) for x in state[1:])
+        return PolySketchState(own(state.S), *rest)
+
     def forward(
         self,
         x: torch.Tensor,
@@ -166,11 +174,13 @@ class PolySketchAttention(Mixer):
         rotary: Rotary,
         mask: torch.Tensor | None = None,
         cu_seqlens: torch.Tensor | None = None,
-        state: PolySketchState | None = None,
+        state: PolySketchState | Owned | None = None,
         keep_state: bool = False,
     ) -> tuple[torch.Tensor, PolySketchState | None]:
         """See Mixer.forward. Blocks are counted over real tokens: padding moves to the end of its row."""
-        order = lengths = None
+        order = lengths = in_place = None
+        if isinstance(state, Owned):
+            state, in_place = state
         if cu_seqlens is not None:
             cu_seqlens = packed(cu_seqlens, x.shape[1], x.device)
         if mask is not None:
@@ -179,7 +189,7 @@ class PolySketchAttention(Mixer):
             rotary = Rotary(*(_reorder(r.expand(len(x), -1, -1), order) for r in rotary))
         q, k, v = self.project(x, rotary)
         with torch.autocast(x.device.type, enabled=False):
-            o, state = self._attend(q, k, v, state, cu_seqlens, lengths, keep_state)
+            o, state = self._attend(q, k, v, state, cu_seqlens, lengths, keep_state, in_place)
         y = self.o_proj(o.flatten(2).to(x.dtype)).to(x.dtype)
         if order is not None:
             y = _reorder(y, order.argsort(dim=1))
@@ -196,7 +206,7 @@ class PolySketchAttention(Mixer):
         """Log of the factor on far weights, [B, T, HQ]; local="softmax" only."""
         return self.power.far_scale.to(q.dtype) + self.scale * (q * self.power.far_query.to(q.dtype)).sum(-1)
 
-    def _attend(self, q, k, v, state, cu_seqlens, lengths, keep_state):
+    def _attend(self, q, k, v, state, cu_seqlens, lengths, keep_state, in_place):
         if q.is_cuda and v.dtype == torch.bfloat16:
             tensors, special = self._narrow(q.to(v.dtype), k.to(v.dtype))
         else:
@@ -218,6 +228,7 @@ class PolySketchAttention(Mixer):
             cu_seqlens=cu_seqlens,
             lengths=lengths,
             keep_state=keep_state,
+            in_place=in_place,
             **special,
         )
 

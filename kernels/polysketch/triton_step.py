@@ -10,9 +10,9 @@ once, by plain multiplications: a group of queries is too small for tensor cores
 is, and a new one is written; or, for a caller who owns it, it is changed in place: then a step reads S and
 the window, and writes one key, but for block ends.
 
-Kernels   _parts    rows H x parts              parts [N, H, P, G, E], stats [N, H, P, G, 2], begun [N], S after
+Kernels   _parts    rows H x parts             parts [N, H, P, G, E], stats [N, H, P, G, 2], begun [N], S
                     the first parts share the window (and the first has the sinks), the others S
-          _finish   rows x (HQ and buffers)     o, and all of the state but S
+          _finish   rows x (HQ and buffers)    o, and all of the state but S
 """
 
 import re
@@ -46,15 +46,12 @@ class Cut(NamedTuple):
 
 
 def cut(heads: int, features: int, columns: int, window: int) -> Cut:
-    """What is shipped for so many rows x key/value heads."""
-    f, e = min(128, triton.next_power_of_2(features)), max(16, triton.next_power_of_2(columns))
+    """What is shipped for so many rows x key/value heads. More registers than 128 a thread cost programs."""
+    f, e = min(128, triton.next_power_of_2(features)), min(64, max(16, triton.next_power_of_2(columns)))
     while heads * triton.cdiv(features, f) * triton.cdiv(columns, e) < PROGRAMS and max(f, e) > 32:
-        if e > 32 and e >= f:
-            e //= 2
-        else:
-            f //= 2
+        f, e = (f // 2, e) if f > e else (f, e // 2)
     tiles = 1 if heads * triton.cdiv(window, 2 * KEYS) < PROGRAMS else 2
-    return Cut(f, e, tiles, warps=8 if f * e > 8192 else 4)
+    return Cut(f, e, tiles, warps=4)
 
 
 @triton.jit
@@ -66,11 +63,18 @@ def _kept(
     i = first + tl.arange(0, WIDE)
     inside = (i < SIZE)[None, :]
     at = (p * H + h)[:, None] * SIZE + i[None, :]
-    before = tl.load(
-        old + n * ROWS * H * SIZE + at, mask=(live & (p != slot))[:, None] & inside, other=0.0
-    )
+    before = tl.load(old + n * ROWS * H * SIZE + at, mask=(live & (p != slot))[:, None] & inside, other=0.0)
     fresh = tl.load(new + (n * H + h) * SIZE + i, mask=i < SIZE, other=0.0)
     return tl.where((live & (p == slot))[:, None], fresh[None, :], before)
+
+
+@triton.jit
+def _sketched(old, new, n, h, p, slot, live, i, H: tl.constexpr, W: tl.constexpr, R: tl.constexpr):
+    """Numbers i of the sketches at positions p, as _kept."""
+    at = (p * H + h)[:, None] * R + i[None, :]
+    before = tl.load(old + n * W * H * R + at, mask=(live & (p != slot))[:, None], other=0.0)
+    fresh = tl.load(new + (n * H + h) * R + i)
+    return tl.where((live & (p == slot))[:, None], fresh[None, :], before).to(tl.float32)
 
 
 @triton.jit
@@ -132,11 +136,46 @@ def _near_part(
 
 
 @triton.jit
+def _places(f, SLICES: tl.constexpr):
+    """The two numbers of a sketch whose product is feature f, and the keys' weight."""
+    a, b, weight = _pair(f // PAIR, SLICES)
+    return a * SIDE + f % PAIR // SIDE, b * SIDE + f % SIDE, weight
+
+
+@triton.jit
+def _fold(
+    v, phi_k, S, old_v, old_phi, S_after, n, h, f0, first, begin, slot,
+    H: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr, SINKS: tl.constexpr,
+    SLICES: tl.constexpr, WIDE: tl.constexpr, WIDE_AFTER: tl.constexpr, BS: tl.constexpr, BE: tl.constexpr,
+    BC: tl.constexpr,
+):  # fmt: skip
+    """BS features from f0 on of a head's S and BE columns, with the window's oldest block in them."""
+    f, e = f0 + tl.arange(0, BS), first + tl.arange(0, BE)
+    i, j, weight = _places(f, SLICES)
+    added = tl.zeros((BS, BE), tl.float32)
+    mass = tl.zeros((BS,), tl.float32)
+    for p0 in range(tl.maximum(SINKS - begin, 0) // BC * BC, C, BC):
+        p = p0 + tl.arange(0, BC)
+        old = begin + p >= SINKS
+        rows = _sketched(old_phi, phi_k, n, h, p, slot, old, i, H, W, R) * weight[None, :]
+        rows *= _sketched(old_phi, phi_k, n, h, p, slot, old, j, H, W, R)
+        values = _kept(old_v, v, n, h, p, slot, old, first, H, W, E, BE).to(tl.float32)
+        added = tl.dot(tl.trans(rows), values, added, input_precision=EXACT)
+        mass += tl.sum(rows, 0)
+    inside = (e < E)[None, :]
+    sums = tl.load(S + f[:, None] * WIDE + e[None, :], mask=inside, other=0.0)
+    tl.store(S_after + f[:, None] * WIDE_AFTER + e[None, :], sums + added, mask=inside)
+    if first == 0:
+        tl.store(S_after + f * WIDE_AFTER + E, tl.load(S + f * WIDE + E) + mass)
+
+
+@triton.jit
 def _far_part(
-    v, phi_q, phi_k, S, old_v, old_phi, S_after, parts, stats, n, h, part, tile, begin, ends,
+    v, phi_q, phi_k, S, old_v, old_phi, S_after, parts, stats, n, h, part, tile, begin, slot, ends,
     HQ: tl.constexpr, H: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     SINKS: tl.constexpr, SLICES: tl.constexpr, F: tl.constexpr, WIDE: tl.constexpr, WIDE_AFTER: tl.constexpr,
-    COPY: tl.constexpr, PARTS: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr,
+    COPY: tl.constexpr, PARTS: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
+    BC: tl.constexpr,
 ):  # fmt: skip
     """BF features of S and BE columns of values; what they sum to is without the factor of far weights."""
     GROUP: tl.constexpr = HQ // H
@@ -145,14 +184,13 @@ def _far_part(
     f = tile // COLUMNS * BF + tl.arange(0, BF)
     e = first + tl.arange(0, BE)
     inside, column = f < F, e < E
-    a, b, weight = _pair(f // PAIR, SLICES)
-    i, j = a * SIDE + f % PAIR // SIDE, b * SIDE + f % SIDE
+    i, j, _ = _places(f, SLICES)
     head = n * H + h
     at = f[:, None] * WIDE + e[None, :]
     lives = inside[:, None] & column[None, :]
     S += head * F * WIDE
     sums = tl.load(S + at, mask=lives, other=0.0)
-    ones = tl.load(S + f * WIDE + E, mask=inside, other=0.0)
+    ones = tl.load(S + f * WIDE + E, mask=inside & (first == 0), other=0.0)
     norms = tl.sum(tl.where(i == j, ones, 0.0))
     to = (head * PARTS + part) * GROUP
     for g in tl.static_range(GROUP):
@@ -164,33 +202,16 @@ def _far_part(
             tl.store(stats + (to + g) * 2, tl.sum(feature * ones))
             tl.store(stats + (to + g) * 2 + 1, norms)
     S_after += head * F * WIDE_AFTER
-    at_after = f[:, None] * WIDE_AFTER + e[None, :]
     if ends:
         tl.debug_barrier()  # all have read what is written now
-        added = tl.zeros((BF, BE), tl.float32)
-        mass = tl.zeros((BF,), tl.float32)
-        OLD: tl.constexpr = C - 1 if W == C else C  # the newest key is not in its buffer yet
-        old_phi += (n * W * H + h) * R
-        old_v += (n * W * H + h) * E
-        for p in tl.range(tl.maximum(SINKS - begin, 0), OLD, loop_unroll_factor=4):
-            one = tl.load(old_phi + p * H * R + i, mask=inside, other=0.0).to(tl.float32) * weight
-            one *= tl.load(old_phi + p * H * R + j, mask=inside, other=0.0).to(tl.float32)
-            value = tl.load(old_v + p * H * E + e, mask=column, other=0.0).to(tl.float32)
-            added += one[:, None] * value[None, :]
-            mass += one
-        if W == C:  # noqa: SIM102
-            if begin + C > SINKS:
-                one = tl.load(phi_k + head * R + i, mask=inside, other=0.0).to(tl.float32) * weight
-                one *= tl.load(phi_k + head * R + j, mask=inside, other=0.0).to(tl.float32)
-                value = tl.load(v + head * E + e, mask=column, other=0.0).to(tl.float32)
-                added += one[:, None] * value[None, :]
-                mass += one
-        tl.store(S_after + at_after, tl.load(S + at, mask=lives, other=0.0) + added, mask=lives)
-        if first == 0:
-            tl.store(S_after + f * WIDE_AFTER + E, ones + mass, mask=inside)
+        for f0 in range(tile // COLUMNS * BF, tl.minimum(tile // COLUMNS * BF + BF, F), BS):
+            _fold(
+                v, phi_k, S, old_v, old_phi, S_after, n, h, f0, first, begin, slot,
+                H, E, R, C, W, SINKS, SLICES, WIDE, WIDE_AFTER, BS, BE, BC,
+            )  # fmt: skip
     else:
         if COPY:
-            tl.store(S_after + at_after, sums, mask=lives)
+            tl.store(S_after + f[:, None] * WIDE_AFTER + e[None, :], sums, mask=lives)
             if first == 0:
                 tl.store(S_after + f * WIDE_AFTER + E, ones, mask=inside)
 
@@ -203,7 +224,8 @@ def _parts(
     C: tl.constexpr, W: tl.constexpr, SINKS: tl.constexpr, SOFT: tl.constexpr, DEGREE: tl.constexpr,
     SLICES: tl.constexpr, F: tl.constexpr, WIDE: tl.constexpr, WIDE_AFTER: tl.constexpr, COPY: tl.constexpr,
     PARTS: tl.constexpr, NEAR: tl.constexpr, TILES: tl.constexpr, BF: tl.constexpr, BX: tl.constexpr,
-    BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
+    BG: tl.constexpr, BN: tl.constexpr, BS: tl.constexpr, BC: tl.constexpr, BD: tl.constexpr,
+    BE: tl.constexpr,
 ):  # fmt: skip
     """Sums over the parts of the past.
 
@@ -221,7 +243,7 @@ def _parts(
         here = tl.load(real + n) != 0
     if (part == 0) & (h == 0):
         tl.store(begun + n, tl.where(here, t, -1 - t))
-    before = t // C * C - (W - C)  # the token at the buffer's first row, negative in a document's first blocks
+    before = t // C * C - (W - C)  # the token at the buffer's first row, negative at first
     begin = tl.minimum(before, SINKS).to(tl.int32)  # only its distance to the sinks matters
     slot = (t - before).to(tl.int32)
     if part < NEAR:
@@ -235,8 +257,8 @@ def _parts(
         COLUMNS: tl.constexpr = (E + BX - 1) // BX
         _far_part(
             v, phi_q, phi_k, S, old_v, old_phi, S_after, parts, stats, n, h, NEAR + tile // COLUMNS, tile,
-            begin, ends,
-            HQ, H, E, R, C, W, SINKS, SLICES, F, WIDE, WIDE_AFTER, COPY, PARTS, BF, BX,
+            begin, slot, ends,
+            HQ, H, E, R, C, W, SINKS, SLICES, F, WIDE, WIDE_AFTER, COPY, PARTS, BF, BX, BS, BC,
         )  # fmt: skip
 
 
@@ -385,7 +407,7 @@ def launches(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, phi_q: torch.Tensor, rule: list[int], wide: int,
     copy: bool, chosen: Cut | None = None,
 ) -> _Launches:  # fmt: skip
-    """rule: block, window, sinks, whether near weights are softmax, degree. wide: numbers a row of S takes."""
+    """rule: block, window, sinks, whether near weights are softmax, degree. wide: numbers a row of S has."""
     (N, HQ, D), H, E, R = q.shape, k.shape[1], v.shape[-1], phi_q.shape[-1]
     C, W, sinks, soft, degree = rule
     F = num_features(R)
@@ -398,9 +420,10 @@ def launches(
     shared |= {"COPY": copy, "PARTS": count, "NEAR": near, "BN": BN}
     shared |= {"BD": _power(D), "BE": _power(E)}
     parts = shared | {
-        "DEGREE": degree, "SLICES": R // TILE, "F": F, "WIDE": wide, "WIDE_AFTER": E + 1 if copy else wide,
-        "TILES": by.tiles, "BF": by.features, "BX": by.columns, "BG": _power(HQ // H),
-        "num_warps": by.warps, "num_stages": 2,
+        "DEGREE": degree, "SLICES": R // TILE, "F": F,
+        "WIDE": wide, "WIDE_AFTER": _wide(E + 1) if copy else wide,
+        "TILES": by.tiles, "BF": by.features, "BX": by.columns, "BG": _power(HQ // H), "BS": 16, "BC": BN,
+        "num_warps": by.warps, "num_stages": 1,
     }  # fmt: skip
     most = 32 if shared["BE"] <= 128 else 16
     finish = shared | {
@@ -447,7 +470,8 @@ def _step_op(
 
 
 def _like(q, v, state) -> list[torch.Tensor]:
-    return [v.new_empty(*q.shape[:2], v.shape[-1]), *(x.new_empty(x.shape) for x in state)]
+    S, *rest = state
+    return [v.new_empty(*q.shape[:2], v.shape[-1]), _roomy(S), *(x.new_empty(x.shape) for x in rest)]
 
 
 @_step_op.register_fake
@@ -475,11 +499,18 @@ def _rows_apart(S: torch.Tensor) -> bool:
     return S.stride() == (S.shape[1] * S.shape[2] * wide, S.shape[2] * wide, wide, 1)
 
 
+def _wide(columns: int) -> int:
+    return -(-columns // ALIGNED) * ALIGNED
+
+
+def _roomy(S: torch.Tensor) -> torch.Tensor:
+    """Empty, as S [N, H, F, E + 1], with rows that start aligned: what a step reads fastest."""
+    return S.new_empty(*S.shape[:3], _wide(S.shape[3]))[..., : S.shape[3]]
+
+
 def own(S: torch.Tensor) -> torch.Tensor:
-    """A copy of S [N, H, F, E + 1] whose rows are aligned: what step_triton reads fastest."""
-    room = S.new_zeros(*S.shape[:3], -(-S.shape[3] // ALIGNED) * ALIGNED)
-    room[..., : S.shape[3]] = S
-    return room[..., : S.shape[3]]
+    """A copy of S [N, H, F, E + 1] to be changed in place."""
+    return _roomy(S).copy_(S)
 
 
 def step_triton(
@@ -509,6 +540,6 @@ def step_triton(
     if in_place and _rows_apart(state[0]) and all(x.is_contiguous() for x in state[1:]):
         o = _step_in_place_op(*tokens, offset, lift, real, state, rule, c)
         return o.unsqueeze(1), state
-    given = [state[0] if _rows_apart(state[0]) else state[0].contiguous(), *(x.contiguous() for x in state[1:])]
+    given = [x if x is state[0] and _rows_apart(x) else x.contiguous() for x in state]
     o, *after = _step_op(*tokens, offset, lift, real, given, rule, c)
     return o.unsqueeze(1), after
