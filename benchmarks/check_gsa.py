@@ -176,7 +176,8 @@ def job(name: str, quick: bool, named: bool) -> None:
             setattr(triton_chunk, kernel, Waiting(kernel, getattr(triton_chunk, kernel)))
         for kernel in (
             "_gates",
-            "_project",
+            "_write",
+            "_ask",
             "_forward",
             "_weights_grad",
             "_queries_grad",

@@ -189,7 +189,20 @@ def slots() -> Iterator[Job]:
     from unsoftmax.kernels.gsa import triton_chunk as ops
 
     singles = ("g", "gamma", "dgamma", "dg", "sg", "total", "init", "final", "kept0", "kept1", "k1", "v1")
-    rest = ("k0", "v0", "dk0", "dv0", "dk1", "dv1", "sk", "sv", "own", "buf")  # slots between kernels
+    singles += ("other_init", "other_final")
+    rest = (
+        "k0",
+        "v0",
+        "dk0",
+        "dv0",
+        "dk1",
+        "dv1",
+        "sk",
+        "sv",
+        "own",
+        "buf",
+        "other",
+    )  # slots between kernels
     shared = ("scan", "decode")
     names = ("own_state", "forward", "backward_reads", "backward", *shared)
     warps = {"own_state": "own", "backward_reads": "reads", "decode": "forward", "scan": "own"}
@@ -198,17 +211,20 @@ def slots() -> Iterator[Job]:
         plan = ops._Plan(q.to(dtype), k, k, g, None)
         fixed = plan.tiles() | {"D": D, "E": D, "X": D, "XP": D, "slots": 64, "MASS": True, "PARTS": 1}
         fixed |= {"EARLY": False, "GP": 4}
-        fixed |= {"REVERSE": False, "DECAY": True, "HAS_INIT": True, **ops.SCAN}
+        fixed |= {"REVERSE": False, "DECAY": True, "HAS_INIT": True, "BOTH": True, **ops.SCAN}
         fixed |= dict.fromkeys(("seg_start", "seg_end", "doc_first"))
         for name in shared if dtype == torch.bfloat16 else names:
             kernel = getattr(ops, f"_{name}")
             types = dict.fromkeys(kernel.arg_names, f"*{NAMES[dtype]}")
             types |= {f"{x}_ptr": f"*{NAMES[plan.dot]}" for x in rest}
             types |= {f"{x}_ptr": "*fp32" for x in singles}
-            types |= dict.fromkeys(("T", "H", "n", "first"), "i32") | {"scale": "fp32"}
+            types |= dict.fromkeys(("T", "H", "n", "first", "Y"), "i32") | {"scale": "fp32"}
             if name == "decode":
                 types |= {"k0_ptr": "*fp32", "v0_ptr": "*fp32"}
             own = {n: fixed[n] for n in kernel.arg_names if n in fixed}
+            if name == "scan":  # one of two buffers, with its size, is taken at run time
+                del own["X"]
+                types["X"] = "i32"
             options = ops._options(warps.get(name, name))
             yield f"_{name} D {D} {NAMES[dtype]}", kernel, types, own, options
 
@@ -222,12 +238,11 @@ def tiles() -> Iterator[Job]:
     plan, most = ops._Plan(q.bfloat16(), k, k, g, None, ops.CHUNK), registers(int(sys.argv[2]) // 10)
     singles = ("g", "gamma", "dgamma", "dg", "total", "walk", "drift", "sums", "paired")
     singles += ("near", "col", "mark")
-    sizes = {"D": D, "E": D, "X": D, "slots": M, "DP": D, "EP": D, "XP": D, "BX": D, "MASS": True}
+    sizes = {"slots": M, "MASS": True} | dict.fromkeys(("D", "E", "X", "DP", "EP", "XP", "BX", "BD", "BE"), D)
     sizes["HOLD"] = ops.STAGES["dx"] > 1
     fixed = ops._kind(plan) | sizes | {"OUT": True, "KEEP": True, "BLOCKS": ops.BLOCKS["forward"]}
     fixed |= {"seg_start": None, "seg_end": None}
-    forms = [("gates", None, {}), ("project", "project", {"WRITE": True, "G": 1})]
-    forms += [("project", "project", {"WRITE": False}), ("forward", "forward", {})]
+    forms = [("gates", None, {}), ("write", "write", {}), ("ask", "ask", {}), ("forward", "forward", {})]
     forms += [("weights_grad", "weights", {}), ("queries_grad", "queries", {}), ("pairs_grad", "pairs", {})]
     forms += [("dx", "dx", {})]
     for name, cut, more in forms:

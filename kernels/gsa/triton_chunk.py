@@ -260,15 +260,22 @@ def _coming(
 
 @triton.jit(do_not_specialize=["n", "H"])
 def _scan(
-    buf_ptr, total_ptr, init_ptr, final_ptr, doc_first, n, H, X, slots,
+    buf_ptr, init_ptr, final_ptr, X, other_ptr, other_init_ptr, other_final_ptr, Y,
+    total_ptr, doc_first, n, H, slots,
     REVERSE: tl.constexpr, DECAY: tl.constexpr, PACKED: tl.constexpr, HAS_INIT: tl.constexpr,
-    AHEAD: tl.constexpr, BLOCK: tl.constexpr,
+    BOTH: tl.constexpr, AHEAD: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Grid (documents * H, tiles of X * M). Own sums become what is there before (REVERSE: after) it.
+    """Grid (documents * H, tiles of X * M, 1 or 2). Own sums become what is there before (REVERSE: after) it.
 
-    buf [segments, H, X, M] in place; init and final [documents, H, M, X] float32. A thread keeps to its own
-    elements. While AHEAD segments are stored over, the next as many are loaded; sums run one after another.
+    buf [segments, H, X, M] in place; init and final [documents, H, M, X] float32. BOTH: another buffer with Y
+    for X goes along: the kernel waits more than it moves. A thread keeps to its own elements. While AHEAD
+    segments are stored over, the next as many are loaded; sums run one after another.
     """
+    if BOTH:  # noqa: SIM102 - this one is decided as the kernel is compiled
+        if tl.program_id(2) == 1:
+            buf_ptr, final_ptr, X = other_ptr, other_final_ptr, Y
+            if HAS_INIT:
+                init_ptr = other_init_ptr
     doc, h = tl.program_id(0) // H, tl.program_id(0) % H
     e = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     x, m = e // slots, e % slots
@@ -661,28 +668,32 @@ def _states(plan: _Plan, k, v, g, k0, v0, kept0):
     """(Slots K, V and Gamma before each segment, its own log_gate), (the final K, V, Gamma)."""
     size = plan.segments * plan.H
     total = g.new_empty(plan.segments, plan.H, 1, plan.M)
-    out, final = [], []
-    for x, init in ((k, k0), (v, v0)):
+    out = []
+    for x in (k, v):
         X = x.shape[-1]
         own = plan.buffer(x, X)
         _own_state[(size,)](
             x, g, own, total, plan.starts, plan.stops, plan.T, plan.H, X, plan.M,
             XP=_pad(X), **plan.kind(), **_options("own"),
         )  # fmt: skip
-        final.append(_run_scan(plan, own, total, init, X, reverse=False, decay=True))
         out.append(own)
+    final = _run_scan(plan, out, total, (k0, v0), reverse=False, decay=True)
     gamma = total.clone()
-    kept = _run_scan(plan, gamma, total, kept0, 1, reverse=False, decay=False)
+    (kept,) = _run_scan(plan, [gamma], total, (kept0,), reverse=False, decay=False)
     return (*out, gamma, total), (*final, kept[..., 0])
 
 
-def _run_scan(plan: _Plan, buf, total, init, X: int, *, reverse: bool, decay: bool) -> torch.Tensor:
-    final = buf.new_empty(plan.docs, plan.H, plan.M, X, dtype=torch.float32)
-    _scan[(plan.docs * plan.H, triton.cdiv(X * plan.M, SCAN["BLOCK"]))](
-        buf, total, init, final, plan.first, plan.each, plan.H, X, plan.M,
-        REVERSE=reverse, DECAY=decay, PACKED=plan.packed, HAS_INIT=init is not None, **SCAN, num_warps=4,
+def _run_scan(plan: _Plan, bufs, total, inits, *, reverse: bool, decay: bool) -> list[torch.Tensor]:
+    """_scan of one buffer or two [segments, H, X, M], in place; what there is at the end, [docs, H, M, X]."""
+    sizes = [x.shape[2] for x in bufs]
+    finals = [total.new_empty(plan.docs, plan.H, plan.M, X, dtype=torch.float32) for X in sizes]
+    each = list(zip(bufs, inits, finals, sizes, strict=True))
+    _scan[(plan.docs * plan.H, triton.cdiv(max(sizes) * plan.M, SCAN["BLOCK"]), len(bufs))](
+        *each[0], *each[-1], total, plan.first, plan.each, plan.H, plan.M,
+        REVERSE=reverse, DECAY=decay, PACKED=plan.packed, HAS_INIT=inits[0] is not None, BOTH=len(bufs) == 2,
+        **SCAN, num_warps=4,
     )  # fmt: skip
-    return final
+    return finals
 
 
 def forward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seqlens):
@@ -737,9 +748,8 @@ def backward(q, k, v, log_gate, scale: float, mass: bool, k0, v0, kept0, cu_seql
         q, k, v, g, do, K0, V0, gamma, dK, dV, dgamma, plan.starts, plan.stops, scale,
         *sizes, MASS=mass, **tiles, **_options("reads"),
     )  # fmt: skip
-    dk0 = _run_scan(plan, dK, total, dK1, plan.D, reverse=True, decay=True)
-    dv0 = _run_scan(plan, dV, total, dV1, plan.E, reverse=True, decay=True)
-    dkept0 = _run_scan(plan, dgamma, total, dkept1, 1, reverse=True, decay=False)
+    dk0, dv0 = _run_scan(plan, [dK, dV], total, (dK1, dV1), reverse=True, decay=True)
+    (dkept0,) = _run_scan(plan, [dgamma], total, (dkept1,), reverse=True, decay=False)
     dq, dk, dv, dg = (torch.empty_like(x) for x in (q, k, v, g))
     blocks = plan.segment // C
     each = blocks * plan.M * (plan.D + plan.E) * dK.element_size()

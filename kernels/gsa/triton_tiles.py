@@ -15,7 +15,8 @@ the same rounded products, which cancel to float32 rounding. Products with the f
 would double the error of o.
 
     _gates          a chunk: sums of log_gate and the factors of pairs, which everything else reads.
-    _project        a chunk: x^T W, the slots that it writes, or what its reads ask of the slots before it.
+    _write          a chunk: k^T W and v^T W, the slots that it writes.
+    _ask            a chunk: what its reads ask of the slots before it, of K or of V.
     _forward        a block: o and the read weights P. No loop over tokens, neither here nor in the next two.
     _weights_grad   a block: dU from P and do, and what the reads of V say of the gates.
     _queries_grad   a block: dq, and what the reads of K say of the gates.
@@ -50,11 +51,13 @@ from unsoftmax.kernels.gsa.triton_chunk import (
 CHUNK = 64
 BLOCKS = {"forward": 1}  # blocks of 16 tokens that a program reads one after another
 HEADS = {"forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}  # heads in a product: 64 rows
-WARPS = {"project": 4, "forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}  # above 64 slots twice
-STAGES = {"project": 3, "forward": 1, "weights": 1, "queries": 1, "pairs": 1, "dx": 2}  # of loads in loops
+# above 64 slots twice
+WARPS = {"write": 4, "ask": 4, "forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}
+# of loads in loops
+STAGES = {"write": 1, "ask": 3, "forward": 1, "weights": 1, "queries": 1, "pairs": 1, "dx": 2}
 # on Hopper, whether keys and slots are loaded before the factors of columns are made; 2: values too
 EARLY = {"forward": 2, "weights": 1, "queries": 1}
-REGISTERS: dict[str, int | None] = {"project": 168, "weights": 168}  # of a thread, so that three programs fit
+REGISTERS: dict[str, int | None] = {"ask": 168, "weights": 168}  # of a thread, so that three programs fit
 # Smaller calls are padded: _dx of 16 slots and one head died of an illegal access on an H200 (Triton 3.6),
 # though no address in its PTX lies outside its tensors.
 LEAST_SLOTS = 64
@@ -320,41 +323,61 @@ def _gates(
     tl.store(total_ptr + pid * slots + m, total, mask=m_ok)
 
 
-@triton.jit(do_not_specialize=["T", "H"])
-def _project(
-    x_ptr, w_ptr, g_ptr, sums_ptr, out_ptr, seg_start, seg_end, T, H, X, slots,
-    G: tl.constexpr, SEG: tl.constexpr, BX: tl.constexpr, M: tl.constexpr, DT: tl.constexpr,
-    WRITE: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """Grid (segments * H, tiles of X). out [X, M] = sum over the segment's tokens of x^T W.
+@triton.jit
+def _outer(x_ptr, w, out_ptr, row, b, step, x, X, slots, m, m_ok, DT: tl.constexpr):
+    """Stores x^T w [X, M] of tokens' x and w [tokens, M]."""
+    S = _dot(tl.trans(_tile(x_ptr, row, b, step, x, X)), w, DT)
+    tl.store(out_ptr + x[:, None] * slots + m[None, :], S, mask=(x < X)[:, None] & m_ok[None, :])
 
-    WRITE: W = s e^{T - G}, what a segment writes into empty slots. Else W of each query head from memory,
-    times e^G: what the segment's reads ask of the slots before it.
-    """
+
+@triton.jit(do_not_specialize=["T", "H"])
+def _write(
+    k_ptr, v_ptr, g_ptr, sums_ptr, own_k_ptr, own_v_ptr, seg_start, seg_end, T, H, D, E, slots,
+    SEG: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr, M: tl.constexpr, DT: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Grid (segments * H, tiles of D or E). What a segment writes into empty slots: k^T W [D, M] and v^T W
+    [E, M], W = s e^{T - G}."""
+    pid = tl.program_id(0).to(tl.int64)
+    seg, h = pid // H, pid % H
+    a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
+    t, m = tl.arange(0, SEG), tl.arange(0, M)
+    m_ok = m < slots
+    g = _log_rows(g_ptr + (a * H + h) * slots, t, b, H * slots, m, m_ok)
+    sums_ptr += (a * H + h) * slots
+    sums = _log_rows(sums_ptr, t, b, H * slots, m, m_ok)
+    w = _written(g * LOG2E, DT) * _left(sums_ptr, sums, b, H * slots, m, m_ok, DT)
+    d, e = tl.program_id(1) * BD + tl.arange(0, BD), tl.program_id(1) * BE + tl.arange(0, BE)
+    own_k_ptr += pid * D * slots
+    own_v_ptr += pid * E * slots
+    _outer(k_ptr + (a * H + h) * D, w, own_k_ptr, t, b, H * D, d, D, slots, m, m_ok, DT)
+    _outer(v_ptr + (a * H + h) * E, w, own_v_ptr, t, b, H * E, e, E, slots, m, m_ok, DT)
+
+
+@triton.jit(do_not_specialize=["T", "H"])
+def _ask(
+    y_ptr, w_ptr, sums_ptr, out_ptr, seg_start, seg_end, T, H, X, slots,
+    G: tl.constexpr, SEG: tl.constexpr, BX: tl.constexpr, M: tl.constexpr, DT: tl.constexpr,
+    PACKED: tl.constexpr,
+):  # fmt: skip
+    """Grid (segments * H, tiles of X). What a segment's reads ask of the slots before it: out [X, M], the sum
+    over its tokens and heads of y^T (w e^G), of y = q and w = scale dU, or of do and P."""
     pid = tl.program_id(0).to(tl.int64)
     seg, h = pid // H, pid % H
     a, b = _place(seg, seg_start, seg_end, T, SEG, PACKED)
     t, m, x = tl.arange(0, SEG), tl.arange(0, M), tl.program_id(1) * BX + tl.arange(0, BX)
     m_ok = m < slots
-    sums_ptr += (a * H + h) * slots
-    x_ptr += (a * H + h) * G * X
-    if WRITE:
-        y = _tile(x_ptr, t, b, H * X, x, X)
-        g = _log_rows(g_ptr + (a * H + h) * slots, t, b, H * slots, m, m_ok)
-        sums = _log_rows(sums_ptr, t, b, H * slots, m, m_ok)
-        w = _written(g * LOG2E, DT) * _left(sums_ptr, sums, b, H * slots, m, m_ok, DT)
-        S = _dot(tl.trans(y), w, DT)
-    else:
-        decay = _exp2(_log_rows(sums_ptr, t, b, H * slots, m, m_ok), DT)
-        w_ptr += (a * H + h) * G * slots
-        S = tl.zeros((BX, M), tl.float32)
-        for head in range(0, G):
-            y = _tile(x_ptr + head * X, t, b, H * G * X, x, X)
-            w = _tile(w_ptr + head * slots, t, b, H * G * slots, m, slots).to(tl.float32) * decay
-            high = _high(w, DT)  # w was rounded already: once more would be the largest error of dK0
-            S += _dot(tl.trans(y), high, DT)
-            if not DT.is_fp32():
-                S += _dot(tl.trans(y), w - high, DT)
+    y_ptr += (a * H + h) * G * X
+    w_ptr += (a * H + h) * G * slots
+    decay = _exp2(_log_rows(sums_ptr + (a * H + h) * slots, t, b, H * slots, m, m_ok), DT)
+    S = tl.zeros((BX, M), tl.float32)
+    for head in range(0, G):
+        y = _tile(y_ptr + head * X, t, b, H * G * X, x, X)
+        w = _tile(w_ptr + head * slots, t, b, H * G * slots, m, slots).to(tl.float32) * decay
+        high = _high(w, DT)  # w was rounded already: once more would be the largest error of dK0
+        S += _dot(tl.trans(y), high, DT)
+        if not DT.is_fp32():
+            S += _dot(tl.trans(y), w - high, DT)
     spot = pid * X * slots + x[:, None] * slots + m[None, :]
     tl.store(out_ptr + spot, S, mask=(x < X)[:, None] & m_ok[None, :])
 
@@ -724,7 +747,7 @@ def _options(plan: _Plan, kernel: str) -> dict:
     large = plan.M > 64 or max(plan.D, plan.E) > 128  # then one tile takes all that there is
     return {
         "num_warps": WARPS[kernel] * (2 if plan.M > 64 else 1),
-        "num_stages": min(STAGES[kernel], 2 if kernel == "project" else 1) if large else STAGES[kernel],
+        "num_stages": min(STAGES[kernel], 2 if kernel == "ask" else 1) if large else STAGES[kernel],
         "maxnreg": registers() or (None if large else REGISTERS.get(kernel)),
     }
 
@@ -738,14 +761,12 @@ def _tiles(plan: _Plan, kernel: str) -> dict:
     return {"GR": heads, **early, **_options(plan, kernel)}
 
 
-def _projected(plan: _Plan, x, w, g, sums) -> torch.Tensor:
-    """_project of keys or values [B, T, H, X] (then w is None), or of queries and W."""
-    X = x.shape[-1]
-    out, width = plan.buffer(x, X), min(128, _pad(X))
-    kind = _kind(plan) | {"G": 1 if w is None else plan.group}
-    _project[(plan.segments * plan.H, triton.cdiv(X, width))](
-        x, w, g, sums, out, plan.starts, plan.stops, plan.T, plan.H, X, plan.M,
-        BX=width, WRITE=w is None, **kind, **_options(plan, "project"),
+def _asked(plan: _Plan, y, w, sums) -> torch.Tensor:
+    X = y.shape[-1]
+    out, width = plan.buffer(y, X), min(128, _pad(X))
+    _ask[(plan.segments * plan.H, triton.cdiv(X, width))](
+        y, w, sums, out, plan.starts, plan.stops, plan.T, plan.H, X, plan.M,
+        BX=width, **_kind(plan), **_options(plan, "ask"),
     )  # fmt: skip
     return out
 
@@ -764,14 +785,18 @@ def _summed(plan: _Plan, g):
 
 def _states(plan: _Plan, k, v, g, sums, total, k0, v0, kept0):
     """(Slots K, V and Gamma before each segment), (the final K, V, Gamma)."""
-    out = [_projected(plan, x, None, g, sums) for x in (k, v)]
-    final = [
-        _run_scan(plan, own, total, init, own.shape[2], reverse=False, decay=True)
-        for own, init in zip(out, (k0, v0))
-    ]
+    own = plan.buffer(k, plan.D), plan.buffer(v, plan.E)
+    widths = [min(128, _pad(X)) for X in (plan.D, plan.E)]
+    tiles = max(triton.cdiv(plan.D, widths[0]), triton.cdiv(plan.E, widths[1]))
+    kind = {n: x for n, x in _kind(plan).items() if n != "G"}
+    _write[(plan.segments * plan.H, tiles)](
+        k, v, g, sums, *own, plan.starts, plan.stops, plan.T, plan.H, plan.D, plan.E, plan.M,
+        BD=widths[0], BE=widths[1], **kind, **_options(plan, "write"),
+    )  # fmt: skip
+    final = _run_scan(plan, own, total, (k0, v0), reverse=False, decay=True)
     gamma = total.clone()
-    kept = _run_scan(plan, gamma, total, kept0, 1, reverse=False, decay=False)
-    return (*out, gamma), (*final, kept[..., 0])
+    (kept,) = _run_scan(plan, [gamma], total, (kept0,), reverse=False, decay=False)
+    return (*own, gamma), (*final, kept[..., 0])
 
 
 def _read_slots(plan: _Plan, q, k, v, g, sums, factors, scale, mass, slots, o, P) -> None:
@@ -826,7 +851,7 @@ def backward(
         DP=_pad(plan.D), MASS=mass, **kind, **_tiles(plan, "queries"),
     )  # fmt: skip
     dgamma = drift.sum(1)
-    dkept0 = _run_scan(plan, dgamma, total, dkept1, 1, reverse=True, decay=False)
+    (dkept0,) = _run_scan(plan, [dgamma], total, (dkept1,), reverse=True, decay=False)
     _pairs_grad[grid](
         q, k, v, do, P, dU, g, *factors, dgamma, paired, dg, *where, *sizes, plan.D, plan.E, plan.M,
         DP=_pad(plan.D), EP=_pad(plan.E), **kind, **_tiles(plan, "pairs"),
@@ -836,8 +861,8 @@ def backward(
     def half(x, y, W, S0, after):
         """dx and the gradient of the initial slots."""
         X = x.shape[-1]
-        dS, dx = _projected(plan, y, W, g, sums), torch.empty_like(x)
-        first = _run_scan(plan, dS, total, after, X, reverse=True, decay=True)
+        dS, dx = _asked(plan, y, W, sums), torch.empty_like(x)
+        (first,) = _run_scan(plan, [dS], total, (after,), reverse=True, decay=True)
         _dx[grid](
             x, y, W, g, sums, *factors, S0, dS, dx, dg, *where, *sizes, X, plan.M,
             XP=_pad(X), HOLD=_options(plan, "dx")["num_stages"] > 1, **kind, **_tiles(plan, "dx"),
