@@ -113,6 +113,8 @@ def evaluate(
     """
     started = time.time()
     settings = _settings(suite, data, limit, out, batch_size, device, dtype, text, max_new_tokens)
+    if out is not None and Path(out).exists() and not Path(out).is_dir():
+        raise ValueError(f"--out {out} is a file; name a folder, which need not be there yet")
     not_run = _check_data(settings, say)
     if teacher is not None:
         _check_same_tokens(str(checkpoint), str(teacher))

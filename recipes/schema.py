@@ -21,6 +21,7 @@ if typing.TYPE_CHECKING:
     from unsoftmax.kernels.mixer import MixerOptions
 
 FOLDER = Path(__file__).parent
+SEEDS = 2**32  # as many as every generator takes
 SOFTMAX = "softmax"  # the source's own attention, kept as it is
 Schedule = Literal["cosine", "linear", "wsd", "constant"]
 
@@ -66,7 +67,7 @@ class Calibration:
             self.sharing_tokens,
             "0 or more, such as 16384",
         )
-        _need(self.seed >= 0, "calibration.seed", self.seed, "0 or more")
+        _need(0 <= self.seed < SEEDS, "calibration.seed", self.seed, f"from 0 to {SEEDS - 1}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -192,7 +193,8 @@ class Train:
             _need(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
         for name in ("keep_checkpoints", "log_every_steps", "eval_rows", "max_bad_steps"):
             _need(getattr(self, name) >= 1, f"train.{name}", getattr(self, name), "at least 1")
-        for name in ("warmup_steps", "seed", "eval_every_steps"):
+        _need(0 <= self.seed < SEEDS, "train.seed", self.seed, f"from 0 to {SEEDS - 1}")
+        for name in ("warmup_steps", "eval_every_steps"):
             _need(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more")
         for name in ("weight_decay", "grad_clip"):
             _need(getattr(self, name) >= 0, f"train.{name}", getattr(self, name), "0 or more, such as 1.0")

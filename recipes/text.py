@@ -183,8 +183,7 @@ def _lines(raw: BinaryIO, path: Path) -> Iterator[bytes]:
     if path.suffix == ".gz":
         opened: Any = gzip.GzipFile(fileobj=raw)
     elif path.suffix == ".zst":
-        opened = _zstd(path).ZstdDecompressor().stream_reader(raw, read_across_frames=True)
-        opened = io.BufferedReader(opened, 1 << 20)
+        opened = io.BufferedReader(_Frames(raw, _zstd(path).ZstdDecompressor()), 1 << 20)
     else:
         opened = raw
     number = 0
@@ -198,6 +197,32 @@ def _lines(raw: BinaryIO, path: Path) -> Iterator[bytes]:
         if type(error).__name__ != "ZstdError":
             raise
         raise _damaged(path, number, error) from None
+
+
+class _Frames(io.RawIOBase):
+    """What zstandard frames hold, one after another; EOFError where the last is cut off, which the package's
+    own reader takes for the end."""
+
+    def __init__(self, raw: BinaryIO, package: Any) -> None:
+        self.raw, self.package, self.frame, self.held = raw, package, None, b""
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, into: Any) -> int:
+        while not self.held:
+            data = self.frame.unused_data if self.frame is not None and self.frame.eof else b""
+            data = data or self.raw.read(1 << 20)
+            if not data:
+                if self.frame is None or self.frame.eof:
+                    return 0
+                raise EOFError("the file ends inside a zstandard frame")
+            if self.frame is None or self.frame.eof:
+                self.frame = self.package.decompressobj()
+            self.held = self.frame.decompress(data)
+        given, self.held = self.held[: len(into)], self.held[len(into) :]
+        into[: len(given)] = given
+        return len(given)
 
 
 def _damaged(path: Path, lines: int, error: Exception) -> ValueError:

@@ -215,7 +215,8 @@ def test_the_command_refuses_an_empty_prompt_and_a_source(folder, capsys):
     assert main(["generate", str(folder), "--prompt", ""]) == 2
     assert main(["generate", str(folder.parent / "source"), "--prompt", "Once"]) == 2
     told = capsys.readouterr().err
-    assert "--prompt '' has no tokens" in told and "source is not converted; to do so: convert-checkpoint " in told
+    assert "--prompt '' has no tokens" in told
+    assert "source is not converted; to do so: convert-checkpoint " in told
 
 
 def test_what_is_no_folder_and_no_hub_id_is_refused_at_once(capsys):

@@ -297,6 +297,12 @@ def test_wrong_arguments_say_what_would_be_right(arguments, message):
         evaluate("nowhere", **arguments)
 
 
+def test_results_cannot_go_to_a_file(tmp_path):
+    (tmp_path / "out").write_text("mine")
+    with pytest.raises(ValueError, match=r"--out .*out is a file; name a folder"):
+        evaluate("nowhere", suite="text", device="cpu", out=tmp_path / "out")
+
+
 def test_rows_that_changed_are_never_served_from_a_cache(tmp_path):
     for answer in ("old", "new"):
         write(tmp_path / "nq_open/validation.parquet", [{"question": "q", "answer": [answer]}])

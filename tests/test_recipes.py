@@ -131,6 +131,11 @@ VALUES = {  # what is set in smollm2-135m-gsa, what the message says
         "train.warmup_steps=2.5",
         "train.warmup_steps is 2.5; it must be a whole number, such as 2",
     ),
+    "a seed too large": (
+        "train.seed=4294967296",
+        "train.seed is 4294967296; it must be from 0 to 4294967295",
+    ),
+    "another": ("calibration.seed=-1", "calibration.seed is -1; it must be from 0 to 4294967295"),
     "true for an integer": ("train.seed=true", "train.seed is true; it must be a whole number"),
     "true for a number": ("train.peak_lr=true", "train.peak_lr is true; it must be a number"),
     "1 for true": ("train.activation_checkpointing=1", "is 1; it must be true or false"),

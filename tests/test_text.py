@@ -18,6 +18,12 @@ def jsonl(texts, field="text"):
     return "".join(json.dumps({field: t}) + "\n" for t in texts).encode()
 
 
+def zstd_blocks():
+    """A frame up to the end of a block, as an upload that broke off may leave it."""
+    frame = zstandard.ZstdCompressor().compressobj()
+    return frame.compress(jsonl(TEXTS)) + frame.flush(zstandard.COMPRESSOBJ_FLUSH_BLOCK)
+
+
 WRITERS = {
     "corpus.jsonl": lambda path: path.write_bytes(jsonl(TEXTS)),
     "corpus.jsonl.gz": lambda path: path.write_bytes(gzip.compress(jsonl(TEXTS))),
@@ -107,6 +113,7 @@ BAD_FILES = {  # name, bytes, what the message says after the file's path
     ),
     "no gzip": ("a.jsonl.gz", b"plain", " is damaged after line 0"),
     "half a gzip": ("a.jsonl.gz", gzip.compress(jsonl(TEXTS * 99))[:60], " is damaged after line"),
+    "a zstd cut off between two blocks": ("a.jsonl.zst", zstd_blocks(), " is damaged after line 4"),
     "no zstd": ("a.jsonl.zst", b"plain text", " is damaged after line 0"),
     "no Parquet": ("a.parquet", b"PAR1 no", " is no Parquet file"),
 }

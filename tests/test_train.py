@@ -346,6 +346,27 @@ def test_a_call_that_makes_no_sense_says_what_would(here, whole, alone, case):
         loop.train(parse_recipe(tree(here)), whole, **arguments)
 
 
+def test_a_run_folder_that_is_a_file_is_refused(here, alone, tmp_path):
+    (tmp_path / "run").write_text("mine")
+    with pytest.raises(ValueError, match=r"--run .*run is a file; name a folder"):
+        loop.train(parse_recipe(tree(here)), tmp_path / "run", model=str(here / "start"))
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+def test_a_checkpoint_that_cannot_be_written_leaves_nothing_and_says_what_goes_on(
+    here, alone, tmp_path, monkeypatch
+):
+    def full(self, folder):
+        folder.mkdir(parents=True)
+        (folder / "half").write_bytes(b"x")
+        raise RuntimeError("[enforce fail at inline_container.cc:672] unexpected pos 64 vs 0\nframes")
+
+    monkeypatch.setattr(Engine, "save", full)
+    with pytest.raises(OSError, match=r"step 1 not written.*--resume auto goes on.*unexpected pos 64 vs 0$"):
+        loop.train(parse_recipe(tree(here)), tmp_path / "run", model=str(here / "start"), stop_after=1)
+    assert not list((tmp_path / "run").rglob("half"))
+
+
 def test_a_refused_new_run_leaves_nothing_behind(here, alone):
     with pytest.raises(ValueError, match="name the converted checkpoint to train with --model"):
         loop.train(parse_recipe(tree(here)), here / "never")

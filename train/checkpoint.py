@@ -25,6 +25,7 @@ import torch
 from unsoftmax.recipes.schema import Recipe
 from unsoftmax.train.engine import Engine, Place, barrier, gather
 
+FULL_BYTES = 1e9  # free bytes below which an error says how many there are
 FREE_KEYS = (  # keys that may change between two halves of a run: no weight depends on them
     "train.save_every_steps",
     "train.keep_checkpoints",
@@ -92,10 +93,14 @@ def save(engine: Engine, run: Path, recipe: Recipe, place: Place, resumed: Resum
             files = {name: mark for part in parts for name, mark in part.items()}
             _publish(writing, final, recipe, place.world, resumed, files)
             _prune(run, recipe.train.keep_checkpoints)
-    except OSError as error:
+    except (OSError, RuntimeError) as error:  # torch raises RuntimeError where a file cannot be written
         shutil.rmtree(writing, ignore_errors=True)
+        free = shutil.disk_usage(run).free
+        full = f" ({free / 1e9:.1f} GB free on that disk)" if free < FULL_BYTES else ""
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise OSError(
-            f"checkpoint of step {resumed.step} not written, earlier ones are whole: {error}"
+            f"checkpoint of step {resumed.step} not written{full}; earlier ones are whole, and --resume auto "
+            f"goes on from them: {first}"
         ) from error
     barrier()
     return final

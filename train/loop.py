@@ -177,6 +177,8 @@ def _teacher(job: Job) -> str:
 def _open_run(recipe: Recipe, run: Path, model: str | None, resume: str | None, place: Place) -> Path:
     """Check that the run may begin or go on; the start's folder. Nothing is written."""
     accumulation(recipe, place.world)
+    if run.exists() and not run.is_dir():
+        raise ValueError(f"--run {run} is a file; name a folder, which need not be there yet")
     if resume not in (None, "auto"):
         raise ValueError(f"--resume is {resume!r}; it must be auto")
     if resume is None and (run / "start.txt").exists():

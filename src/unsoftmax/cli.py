@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dis
+import os
 import signal
 import sys
 import threading
@@ -313,6 +314,9 @@ def _run(
         return 128 + end.signal
     except KeyboardInterrupt:
         return INTERRUPTED
+    except BrokenPipeError:  # whoever read along has enough, as in `| head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except ValueError as error:
         print(f"{parser.prog}: {error}", file=sys.stderr)
         return WRONG_INPUT
