@@ -190,19 +190,8 @@ def slots() -> Iterator[Job]:
 
     singles = ("g", "gamma", "dgamma", "dg", "sg", "total", "init", "final", "kept0", "kept1", "k1", "v1")
     singles += ("other_init", "other_final")
-    rest = (
-        "k0",
-        "v0",
-        "dk0",
-        "dv0",
-        "dk1",
-        "dv1",
-        "sk",
-        "sv",
-        "own",
-        "buf",
-        "other",
-    )  # slots between kernels
+    # slots between kernels
+    rest = ("k0", "v0", "dk0", "dv0", "dk1", "dv1", "sk", "sv", "own", "buf", "other")
     shared = ("scan", "decode")
     names = ("own_state", "forward", "backward_reads", "backward", *shared)
     warps = {"own_state": "own", "backward_reads": "reads", "decode": "forward", "scan": "own"}

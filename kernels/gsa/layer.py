@@ -46,7 +46,8 @@ class GSAOptions(MixerOptions):
     sinks: int = 4
     """First tokens of a document that stay for good (ring start)."""
     recent: int | None = None
-    """Latest tokens sure to stay, such as 8; null: all slots but the sinks are theirs (ring start)."""
+    """Latest tokens sure to stay, such as 8; null: all slots but the sinks are theirs (ring start). A head
+    that was dealt fewer slots keeps as many as it has beside the sinks."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.num_slots, int):  # JSON has lists

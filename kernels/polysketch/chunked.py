@@ -41,7 +41,7 @@ except ImportError:  # no triton
 
 SEGMENT = 512  # tokens whose features exist at once
 # What takes the kernels unasked: all of it passed benchmarks/check_polysketch.py on a GPU as it stands.
-PROVEN: tuple[str, ...] = ("training", "packed", "continued")
+PROVEN: tuple[str, ...] = ("training", "packed", "continued", "step")
 
 
 class PolySketchState(NamedTuple):

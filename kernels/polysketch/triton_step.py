@@ -96,40 +96,23 @@ def _meet(acc, mass, top, x, y, u, allowed, shift, DEGREE: tl.constexpr, SOFT: t
 
 
 @triton.jit
-def _clock(seen, real, n, C: tl.constexpr, W: tl.constexpr, SINKS: tl.constexpr):
-    """Of row n: tokens before, whether it has one now, the token at the buffer's first row, its own row.
-
-    The first row's token may be negative; beyond the sinks it is said to be SINKS, as 32 bits hold that.
-    """
-    t = tl.load(seen + n)
-    here = t >= 0
-    if real is not None:
-        here = tl.load(real + n) != 0
-    before = t // C * C - (W - C)
-    return t, here, tl.minimum(before, SINKS).to(tl.int32), (t - before).to(tl.int32)
-
-
-@triton.jit
 def _near_part(
-    q, k, v, offset, real, old_k, old_v, sink_k, sink_v, seen, parts, stats, begun, n, h, part,
-    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    q, k, v, offset, old_k, old_v, sink_k, sink_v, parts, stats, n, h, part, t, begin, slot,
+    HQ: tl.constexpr, H: tl.constexpr, D: tl.constexpr, E: tl.constexpr, W: tl.constexpr,
     SINKS: tl.constexpr, SOFT: tl.constexpr, DEGREE: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr,
     BG: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, BE: tl.constexpr,
 ):  # fmt: skip
     """TILES tiles of the window; the first part has the sinks."""
     GROUP: tl.constexpr = HQ // H
     m = tl.arange(0, BG)
-    inside = m < GROUP
-    x = _load(q, n * HQ + h * GROUP + m, inside, D, BD)
-    t, here, begin, slot = _clock(seen, real, n, C, W, SINKS)
-    if (part == 0) & (h == 0):
-        tl.store(begun + n, tl.where(here, t, -1 - t))
+    real = m < GROUP
+    x = _load(q, n * HQ + h * GROUP + m, real, D, BD)
     acc = tl.zeros((BG, BE), tl.float32)
     mass = tl.zeros((BG,), tl.float32)
     top = tl.full((BG,), float("-inf"), tl.float32)
     shift = tl.zeros((BG,), tl.float32)
     if offset is not None:
-        shift = tl.load(offset + h * GROUP + m, mask=inside, other=0.0)
+        shift = tl.load(offset + h * GROUP + m, mask=real, other=0.0)
     if SINKS > 0:  # noqa: SIM102
         if part == 0:
             j = tl.arange(0, 16)
@@ -141,15 +124,15 @@ def _near_part(
     start = tl.maximum(part * TILES, least // BN)
     for tile in range(start, tl.minimum((part + 1) * TILES, slot // BN + 1)):
         p = tile * BN + tl.arange(0, BN)
-        known = (p <= slot) & (p >= least)
-        y = _kept(old_k, k, n, h, p, slot, known, 0, H, W, D, BD)
-        u = _kept(old_v, v, n, h, p, slot, known, 0, H, W, E, BE)
-        acc, mass, top = _meet(acc, mass, top, x, y, u, known[None, :], shift, DEGREE, SOFT)
+        here = (p <= slot) & (p >= least)
+        y = _kept(old_k, k, n, h, p, slot, here, 0, H, W, D, BD)
+        u = _kept(old_v, v, n, h, p, slot, here, 0, H, W, E, BE)
+        acc, mass, top = _meet(acc, mass, top, x, y, u, here[None, :], shift, DEGREE, SOFT)
     row = ((n * H + h) * PARTS + part) * GROUP + m
     e = tl.arange(0, BE)
-    tl.store(parts + row[:, None] * E + e[None, :], acc, mask=inside[:, None] & (e < E)[None, :])
-    tl.store(stats + row * 2, mass, mask=inside)
-    tl.store(stats + row * 2 + 1, top, mask=inside)
+    tl.store(parts + row[:, None] * E + e[None, :], acc, mask=real[:, None] & (e < E)[None, :])
+    tl.store(stats + row * 2, mass, mask=real)
+    tl.store(stats + row * 2 + 1, top, mask=real)
 
 
 @triton.jit
@@ -188,7 +171,7 @@ def _fold(
 
 @triton.jit
 def _far_part(
-    v, phi_q, phi_k, real, S, old_v, old_phi, seen, S_after, parts, stats, n, h, part, tile,
+    v, phi_q, phi_k, S, old_v, old_phi, S_after, parts, stats, n, h, part, tile, begin, slot, ends,
     HQ: tl.constexpr, H: tl.constexpr, E: tl.constexpr, R: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     SINKS: tl.constexpr, SLICES: tl.constexpr, F: tl.constexpr, WIDE: tl.constexpr, WIDE_AFTER: tl.constexpr,
     COPY: tl.constexpr, PARTS: tl.constexpr, BF: tl.constexpr, BE: tl.constexpr, BS: tl.constexpr,
@@ -206,26 +189,20 @@ def _far_part(
     at = f[:, None] * WIDE + e[None, :]
     lives = inside[:, None] & column[None, :]
     S += head * F * WIDE
-    y = phi_q + head * GROUP * R
-    one = tl.load(y + i, mask=inside, other=0.0)
-    other = tl.load(y + j, mask=inside, other=0.0)
     sums = tl.load(S + at, mask=lives, other=0.0)
     ones = tl.load(S + f * WIDE + E, mask=f < tl.where(first == 0, F, 0), other=0.0)
     norms = tl.sum(tl.where(i == j, ones, 0.0))
     to = (head * PARTS + part) * GROUP
     for g in tl.static_range(GROUP):
-        feature = one.to(tl.float32) * other.to(tl.float32)
-        if g + 1 < GROUP:  # asked for before this head's sums are waited for
-            y += R
-            one = tl.load(y + i, mask=inside, other=0.0)
-            other = tl.load(y + j, mask=inside, other=0.0)
+        y = phi_q + (head * GROUP + g) * R
+        feature = tl.load(y + i, mask=inside, other=0.0).to(tl.float32)
+        feature *= tl.load(y + j, mask=inside, other=0.0).to(tl.float32)
         tl.store(parts + (to + g) * E + e, tl.sum(feature[:, None] * sums, 0), mask=column)
         if first == 0:
             tl.store(stats + (to + g) * 2, tl.sum(feature * ones))
             tl.store(stats + (to + g) * 2 + 1, norms)
     S_after += head * F * WIDE_AFTER
-    t, here, begin, slot = _clock(seen, real, n, C, W, SINKS)  # this late, so that S is not waiting for it
-    if here & ((t + 1) % C == 0):
+    if ends:
         tl.debug_barrier()  # all have read what is written now
         for f0 in range(tile // COLUMNS * BF, tl.minimum(tile // COLUMNS * BF + BF, F), BS):
             _fold(
@@ -260,42 +237,29 @@ def _parts(
     n = (tl.program_id(0) // H).to(tl.int64)
     h = tl.program_id(0) % H
     part = tl.program_id(1)
+    t = tl.load(seen + n)
+    here = t >= 0
+    if real is not None:
+        here = tl.load(real + n) != 0
+    if (part == 0) & (h == 0):
+        tl.store(begun + n, tl.where(here, t, -1 - t))
+    before = t // C * C - (W - C)  # the token at the buffer's first row, negative at first
+    begin = tl.minimum(before, SINKS).to(tl.int32)  # only its distance to the sinks matters
+    slot = (t - before).to(tl.int32)
     if part < NEAR:
         _near_part(
-            q, k, v, offset, real, old_k, old_v, sink_k, sink_v, seen, parts, stats, begun, n, h, part,
-            HQ, H, D, E, C, W, SINKS, SOFT, DEGREE, PARTS, TILES, BG, BN, BD, BE,
+            q, k, v, offset, old_k, old_v, sink_k, sink_v, parts, stats, n, h, part, t, begin, slot,
+            HQ, H, D, E, W, SINKS, SOFT, DEGREE, PARTS, TILES, BG, BN, BD, BE,
         )  # fmt: skip
     else:
+        ends = here & ((t + 1) % C == 0)
         tile = part - NEAR
         COLUMNS: tl.constexpr = (E + BX - 1) // BX
         _far_part(
-            v, phi_q, phi_k, real, S, old_v, old_phi, seen, S_after, parts, stats, n, h,
-            NEAR + tile // COLUMNS, tile,
+            v, phi_q, phi_k, S, old_v, old_phi, S_after, parts, stats, n, h, NEAR + tile // COLUMNS, tile,
+            begin, slot, ends,
             HQ, H, E, R, C, W, SINKS, SLICES, F, WIDE, WIDE_AFTER, COPY, PARTS, BF, BX, BS, BC,
         )  # fmt: skip
-
-
-@triton.jit
-def _some(
-    parts, stats, first, p0, e, E: tl.constexpr, GROUP: tl.constexpr, PARTS: tl.constexpr, BP: tl.constexpr
-):  # fmt: skip
-    """The sums of BP parts, and the second of their statistics."""
-    p = p0 + tl.arange(0, BP)
-    row = first + p * GROUP
-    sums = tl.load(
-        parts + row[:, None] * E + e[None, :], mask=(p < PARTS)[:, None] & (e < E)[None, :], other=0.0
-    )
-    return sums, tl.load(stats + row * 2 + 1, mask=p < PARTS, other=0.0)
-
-
-@triton.jit
-def _scaled(sums, tops, p0, top, factor, NEAR: tl.constexpr, SOFT: tl.constexpr, BP: tl.constexpr):
-    """Sums of BP parts, brought to one scale, in one."""
-    near = p0 + tl.arange(0, BP) < NEAR
-    scale = tl.where(near, 1.0, factor)
-    if SOFT:
-        scale = tl.where(near, tl.exp(tl.where(near, tops, float("-inf")) - top), factor)
-    return tl.sum(sums * scale[:, None], 0)
 
 
 @triton.jit
@@ -308,9 +272,6 @@ def _join(
     """o of one query head; BP parts at a time, of BQ, which holds all."""
     GROUP: tl.constexpr = HQ // H
     first = (n * H + head // GROUP) * PARTS * GROUP + head % GROUP
-    e = tl.arange(0, BE)
-    sums, tops = _some(parts, stats, first, 0, e, E, GROUP, PARTS, BP)  # before there is anything to wait for
-    real = tl.load(begun + n) >= 0
     p = tl.arange(0, BQ)
     near, far = p < NEAR, (p >= NEAR) & (p < PARTS)
     one = tl.load(stats + (first + p * GROUP) * 2, mask=p < PARTS, other=0.0)
@@ -332,13 +293,23 @@ def _join(
         factor = tl.exp(tl.minimum(rise - top, 80.0))
         one = one * tl.exp(tl.where(near, other, float("-inf")) - top)
         normaliser *= tl.exp(tl.minimum(-top, 80.0))
+    mass = tl.sum(tl.where(near, one, 0.0)) + normaliser
     factor = tl.where(beyond > 0, factor, 0.0)
-    mass = tl.sum(tl.where(near, one, 0.0)) + normaliser + beyond * factor
-    acc = _scaled(sums, tops, 0, top, factor, NEAR, SOFT, BP)
-    for p0 in tl.static_range(BP, PARTS, BP):
-        sums, tops = _some(parts, stats, first, p0, e, E, GROUP, PARTS, BP)
-        acc += _scaled(sums, tops, p0, top, factor, NEAR, SOFT, BP)
-    acc = tl.where(real, acc * tl.where(mass > 0, 1 / mass, 0.0), 0.0)
+    mass += beyond * factor
+    e = tl.arange(0, BE)
+    acc = tl.zeros((BE,), tl.float32)
+    for p0 in tl.static_range(0, PARTS, BP):
+        p = p0 + tl.arange(0, BP)
+        scale = tl.where(p < NEAR, 1.0, factor)
+        if SOFT:
+            other = tl.load(stats + (first + p * GROUP) * 2 + 1, mask=p < NEAR, other=0.0)
+            scale = tl.where(p < NEAR, tl.exp(other - top), factor)
+        at = (first + p * GROUP)[:, None] * E + e[None, :]
+        sums = tl.load(parts + at, mask=(p < PARTS)[:, None] & (e < E)[None, :], other=0.0)
+        acc += tl.sum(sums * scale[:, None], 0)
+    acc *= tl.where(mass > 0, 1 / mass, 0.0)
+    if tl.load(begun + n) < 0:
+        acc = tl.zeros((BE,), tl.float32)
     tl.store(o + (n * HQ + head) * E + e, acc.to(o.dtype.element_ty), mask=e < E)
 
 
