@@ -223,7 +223,8 @@ def _report(out: Path, rows: list[Row], lifetimes: list[dict[str, Any]], clock: 
             "A softmax checkpoint (teacher), the same weights with slots in place of attention (converted), "
             f"and after {tokens:,} tokens of continual pretraining (trained), on held-out Python "
             "documentation. Only the last has read text of this kind before. The window control is the "
-            "teacher limited to a window of as many tokens as there are slots: a conversion that remembers more than a window has a lower recall loss."
+            "teacher limited to a window of as many tokens as there are slots: a conversion that remembers "
+            "more than a window has a lower recall loss."
         ),
         notes=(
             "Lower is better for perplexity and for recall nll, which is the loss on tokens whose pair with "
