@@ -134,7 +134,7 @@ def test_costs_are_those_of_attention_under_the_masks_that_slots_leave(seen):
     group = shape.num_heads // shape.num_kv_heads
     teacher, gradient = (found[n][0].view(T, shape.num_heads, -1).transpose(0, 1) for n in ("o", "gradient"))
     for s, size in enumerate(sizes):
-        own = type(mixer)(shape, GSAOptions(num_slots=size, sinks=2, recent=5)).double()
+        own = type(mixer)(shape, GSAOptions((size,) * shape.num_kv_heads, sinks=2, recent=5)).double()
         own.load_state_dict(mixer.state_dict())
         write = own.writes(found["x"])[0][0]
         for h in range(shape.num_kv_heads):
