@@ -376,7 +376,7 @@ def generate_text(
     """
     device = named_device(device)
     _check_flags(temperature, top_k, top_p, max_new_tokens, seed, stop)
-    if not prompt.isprintable() and any("\ud800" <= c <= "\udfff" for c in prompt):
+    if any("\ud800" <= c <= "\udfff" for c in prompt):
         raise ValueError("--prompt is not text in UTF-8; write it in UTF-8")
     if not os.path.isdir(checkpoint):
         say(f"{checkpoint}: no folder of that name; asking the hub")

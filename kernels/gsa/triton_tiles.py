@@ -55,7 +55,7 @@ HEADS = {"forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}  # heads
 WARPS = {"write": 4, "ask": 4, "forward": 4, "weights": 4, "queries": 4, "pairs": 4, "dx": 4}
 # of loads in loops
 STAGES = {"write": 1, "ask": 3, "forward": 1, "weights": 1, "queries": 1, "pairs": 1, "dx": 2}
-# on Hopper, whether keys and slots are loaded before the factors of columns are made; 2: values too
+# from Hopper on, whether keys and slots are loaded before the factors of columns are made; 2: values too
 EARLY = {"forward": 2, "weights": 1, "queries": 1}
 REGISTERS: dict[str, int | None] = {"ask": 168, "weights": 168}  # of a thread, so that three programs fit
 # Smaller calls are padded: _dx of 16 slots and one head died of an illegal access on an H200 (Triton 3.6),
